@@ -19,7 +19,7 @@ from everystep.checkpointer.drilling import Drill, Kill, Mark, Observed, content
 from everystep.checkpointer.run_observer import Durable
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.worlds.several_ranks import Own, write_several
 
 TRAIN = """

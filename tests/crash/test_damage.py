@@ -13,7 +13,7 @@ import pytest
 
 import everystep
 from everystep.store import step_name
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.states.identified_states import blank_state, identify, make_state
 
 MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ class Region:
 def regions(checkpoint: Path) -> list[Region]:
     """Everything that a shard consists of, in order, without gaps."""
     with open_newest(checkpoint) as opened:
-        part = opened.root.part
+        part = opened._parts.root.part
     (shard,) = part.files
     data = (checkpoint / SHARD).read_bytes()
     length = int.from_bytes(data[:8], "little")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import everystep
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.worlds.launcher import launch, values
 
 pytestmark = pytest.mark.race
@@ -102,7 +102,7 @@ def _save_one_copy(folder: Path) -> list[int]:
         options = everystep.Options(writers=writers)  # type: ignore[arg-type]
         info = everystep.save(folder / str(number), state, options=options)
         with open_newest(info.path) as checkpoint:
-            part = checkpoint.parts[dist.get_rank()]
+            part = checkpoint._parts[dist.get_rank()]
             found.append(sum(piece.nbytes for leaf in part.leaves for piece in leaf.fragments))
         dist.barrier()
     return found

@@ -24,7 +24,7 @@ from everystep.engine.fs import OpenDirectory
 from everystep.format.manifest import encode_root
 from everystep.store.commit import volumes as store_volumes
 from everystep.store.ranks import coordinated
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.worlds.disturbed_trainings import error_of
 from support.worlds.launcher import launch, values
 
@@ -359,12 +359,14 @@ def test_pruning_removes_nothing_that_only_a_manifest_claims(tmp_path: Path, vol
     precious = tmp_path / "precious"
     path = run / "step-000000000001"
     with open_newest(path) as checkpoint:
-        (file,) = checkpoint.root.part.files
+        (file,) = checkpoint._parts.root.part.files
         assert file.volume is not None
         shutil.copytree(file.volume, precious)
         (precious / "letters").mkdir()
-        part = structs.replace(checkpoint.root.part, files=(structs.replace(file, volume=str(precious)),))
-        (path / "manifest.json").write_bytes(encode_root(structs.replace(checkpoint.root, part=part)))
+        part = structs.replace(
+            checkpoint._parts.root.part, files=(structs.replace(file, volume=str(precious)),)
+        )
+        (path / "manifest.json").write_bytes(encode_root(structs.replace(checkpoint._parts.root, part=part)))
     _prune(run)
     assert sorted(_ids(run)) == [2]
     assert sorted(os.listdir(precious)) == ["letters", file.name]

@@ -34,7 +34,8 @@ from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.exchange import hand_out
 from everystep.store.ranks.shared_load import load_together
 from everystep.store.ranks.transport import Transport, join
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint, open_newest
+from everystep.store.read.leaf_reader import LeafReader
 from support.crashes.error_kinds import kind_of
 from support.processes.counted_reads import counted_reads
 from support.worlds.launcher import launch, values
@@ -101,7 +102,7 @@ class _Rank:
         self.state = _state(seed)
 
     def load(self, into: Any, **options: Any) -> Any:
-        with StoredCheckpoint(self.path) as checkpoint:
+        with open_checkpoint(self.path) as checkpoint:
             settings = {"timeout": TIMEOUT, "channel": self.channel, **options}
             return load_together(self.transport, checkpoint, into, **settings)
 
@@ -361,20 +362,20 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
         found.append((kind_of(error), str(error), getattr(error, "path", None), getattr(error, "leaf", None)))
 
     attempt()
-    real = StoredCheckpoint.fetch
+    real = LeafReader.fetch
 
-    def unreadable(self: StoredCheckpoint, wanted: Any, **options: Any) -> None:
+    def unreadable(self: LeafReader, wanted: Any, **options: Any) -> None:
         if rank.transport.rank == 1:
             error = ReadFailed("the device said no")
             error.errno, error.filename = errno.EIO, "r00001"
             raise error
         real(self, wanted, **options)
 
-    StoredCheckpoint.fetch = unreadable  # type: ignore[method-assign]
+    LeafReader.fetch = unreadable  # type: ignore[method-assign]
     attempt()  # damage counts for all, also on the rank that could not read
     rank.path = good
     attempt()
-    StoredCheckpoint.fetch = real  # type: ignore[method-assign]
+    LeafReader.fetch = real  # type: ignore[method-assign]
     _check(rank.load(_zeros(rank.state)), rank.state)  # an older checkpoint, with the same team and link
     return found
 
@@ -383,9 +384,9 @@ def test_damage_seen_by_one_reader_is_raised_by_all(saved: str, tmp_path: Path) 
     bad = tmp_path / "bad"
     everystep.save(bad, _state())
     with open_newest(bad) as checkpoint:
-        leaf = next(leaf for leaf in checkpoint.part(0).leaves if leaf.name == "model.big")
+        leaf = next(leaf for leaf in checkpoint._parts[0].leaves if leaf.name == "model.big")
         (fragment,) = leaf.fragments
-        (file,) = checkpoint.part(0).files
+        (file,) = checkpoint._parts[0].files
     with open(bad / file.name, "r+b") as shard:
         shard.seek(fragment.offset + 100)  # in a chunk that only one rank reads
         byte = shard.read(1)
@@ -409,7 +410,7 @@ def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
     rank = _Rank(path)
     if rank.transport.rank == 1:
         if when == "reading":
-            StoredCheckpoint.fetch = _die  # type: ignore[method-assign]
+            LeafReader.fetch = _die  # type: ignore[method-assign]
         elif when == "handing":
             rank.channel.send = _die  # type: ignore[method-assign]
         else:
@@ -448,7 +449,7 @@ def _own(path: str) -> dict[str, Any]:
         "model": {"w": np.zeros((300, 7), np.float32)},
         "noise": everystep.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
     }
-    with warnings.catch_warnings(record=True) as told, StoredCheckpoint(path) as checkpoint:
+    with warnings.catch_warnings(record=True) as told, open_checkpoint(path) as checkpoint:
         warnings.simplefilter("always")
         loaded: Any = load_together(transport, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
@@ -510,17 +511,17 @@ def _overtaken(folder: str) -> list[list[int]]:
             tuning: Tuning,
             opened: list[str] = opened,
             meanwhile: Callable[[str], None] = meanwhile,
-        ) -> StoredCheckpoint:
+        ) -> Checkpoint:
             opened.append(path)
             if len(opened) > 1:
-                return StoredCheckpoint(path)
+                return open_checkpoint(path)
             if first:
-                checkpoint = StoredCheckpoint(path)
+                checkpoint = open_checkpoint(path)
                 dist.barrier()
                 return checkpoint
             dist.barrier()
             meanwhile(folder)
-            return StoredCheckpoint(path)
+            return open_checkpoint(path)
 
         opening_module.open_any = open_late  # type: ignore[misc, assignment]
         target = {"w": torch.zeros(3, dtype=torch.int64)}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import everystep
 from everystep.cli.app import app
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.crashes.error_kinds import kind_of
 from support.worlds.launcher import launch, values
 from support.worlds.nodes import Node, missing, two_nodes
@@ -143,7 +143,7 @@ def _restore_then_damage(run: Path, volume: Path) -> tuple[int, int, list[str]]:
     first = _restore_replicated(run, volume)
     if dist.get_rank() == 0:
         with open_newest(run) as checkpoint:
-            (file,) = checkpoint.part(WORLD - 1).files
+            (file,) = checkpoint._parts[WORLD - 1].files
         path = os.path.join(str(file.volume), file.name)
         with open(path, "r+b") as opened:
             opened.seek(file.nbytes // 2)

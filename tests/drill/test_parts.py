@@ -27,7 +27,7 @@ from everystep.engine import BACKENDS, Backend, capabilities, faults
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.worlds.several_ranks import write_several
 
 SHORT = TrainingProfile(
@@ -321,7 +321,7 @@ def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp
 
     path = tmp_path / "b" / RUNS / "run" / "step-000000000003"
     with open_newest(path) as opened:
-        leaf = next(leaf for leaf in opened.root.part.leaves if leaf.name == "w")
+        leaf = next(leaf for leaf in opened._parts.root.part.leaves if leaf.name == "w")
     with (path / "r00000.v0.safetensors").open("r+b") as file:
         file.seek(leaf.fragments[0].offset + 9_000_000)
         file.write(b"\xff")
@@ -342,7 +342,7 @@ def test_what_every_rank_wrote_of_the_last_checkpoint_is_compared(tmp_path: Path
     assert (same.equal, same.leaves, same.nbytes) == (True, 1, 1280)
 
     with open_newest(path) as opened:
-        (leaf,) = opened.part(1).leaves
+        (leaf,) = opened._parts[1].leaves
     with (path / "r00001.v0.safetensors").open("r+b") as file:
         file.seek(leaf.fragments[0].offset)
         file.write(b"\xff")

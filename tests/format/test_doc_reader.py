@@ -31,7 +31,7 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.state.node import localized
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.states import handmade_checkpoints as making
 from support.worlds.several_ranks import Own, write_several
 from support.worlds.simulated_worlds import random_state
@@ -212,8 +212,10 @@ def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
     assert arrays["@0.own.x"].tolist() == [0, 1, 2]
     assert arrays["m.tied"] is arrays["m.w"]
     with open_newest(tmp_path / "c") as opened:
-        tree = localized(opened.tree, opened.local(0))
+        tree = localized(opened._parts.tree, opened._parts.local(0))
         assert json.dumps(root["tree"]) == json.dumps(tree), "keys in this order"
         assert opened.aliases == {"m.tied": "m.w"}
-        assert reader.read_checkpoint(tmp_path / "c", 2)[0]["tree"] == localized(opened.tree, opened.local(2))
+        assert reader.read_checkpoint(tmp_path / "c", 2)[0]["tree"] == localized(
+            opened._parts.tree, opened._parts.local(2)
+        )
     assert reader.read_checkpoint(tmp_path / "c", 5)[0]["tree"]["own"] is None

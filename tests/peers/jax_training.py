@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 import everystep
 from everystep.integrations.jax import Checkpointer, load, save
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import open_checkpoint
 
 assert "torch" not in sys.modules
 warnings.filterwarnings("ignore", message="os.fork")
@@ -428,9 +428,9 @@ def spread(folder: str, *, write: bool) -> None:
 def saved_apart(folder: str) -> None:
     """Each process has written the shards that it owns."""
     assert len(list(Path(folder, "spread").glob("r*.safetensors"))) == jax.process_count()
-    with StoredCheckpoint(f"{folder}/spread") as stored:
+    with open_checkpoint(f"{folder}/spread") as stored:
         for process in range(jax.process_count()):
-            held = {leaf.name: leaf for leaf in stored.part(process).leaves}
+            held = {leaf.name: leaf for leaf in stored._parts[process].leaves}
             rows = sum(fragment.shape[0] for fragment in held["table"].fragments)
             assert rows == 512 // jax.process_count(), held["table"]
             assert ("copies" in held) is (process == 0), held

@@ -21,7 +21,7 @@ import everystep
 from everystep import Checkpointer, Options, engine
 from everystep.engine import fs
 from everystep.store import step_name
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.states.array_samples import bits
 
 
@@ -446,7 +446,7 @@ def test_only_selected_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     """What is not selected may be damaged, and nobody notices."""
     everystep.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
     with open_newest(tmp_path / "c") as opened:
-        offsets = {leaf.name: leaf.fragments[0].offset for leaf in opened.root.part.leaves}
+        offsets = {leaf.name: leaf.fragments[0].offset for leaf in opened._parts.root.part.leaves}
     with shard(tmp_path / "c").open("r+b") as file:
         file.seek(offsets["b"])
         file.write(b"\xff")

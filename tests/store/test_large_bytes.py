@@ -14,7 +14,7 @@ import everystep
 from everystep.errors import CorruptCheckpoint
 from everystep.inspect.description import leaf_order
 from everystep.state.flatten import BLOB_NBYTES
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import open_checkpoint, open_newest
 from support.states import handmade_checkpoints as making
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
@@ -61,8 +61,8 @@ def test_only_they_are_leaves(saved: Path) -> None:
         assert {info.dtype for info in opened.leaves.values()} == {"U8"}
         assert set(opened.values) == {"limit", "few", "list.1", "list.2.0"}
         assert opened["bytes"][:].tobytes() == BIG
-        assert len(opened.root.part.files) == 1
-    assert leaf_order(StoredCheckpoint(str(saved)))[:3] == [
+        assert len(opened._parts.root.part.files) == 1
+    assert leaf_order(open_checkpoint(str(saved)))[:3] == [
         "bytes",
         "array",
         "again",

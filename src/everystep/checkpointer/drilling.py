@@ -28,7 +28,7 @@ from everystep.state import Node
 from everystep.state.flatten import value_node
 from everystep.store import step_name
 from everystep.store.options import WriteSettings
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 
 What = Literal["opened", "restoring", "restored", "completed", "saving", "durable", "failed"]
 KillIn = Literal["restoring", "saving"]
@@ -180,7 +180,7 @@ class Drill:
 
     def _write_contents(self, what: What, step: int, checkpoint: str, *, calls: int | None = None) -> None:
         at = time.monotonic()  # reading the manifest is the drill's time, not the save's
-        with StoredCheckpoint(checkpoint) as opened:
+        with open_checkpoint(checkpoint) as opened:
             contents = contents_of(opened)
         whole = digest(msgspec.json.encode(contents, order="deterministic"))
         self._write(
@@ -192,22 +192,22 @@ class Drill:
         os.write(self._diary, msgspec.json.encode(mark) + b"\n")
 
 
-def contents_of(checkpoint: StoredCheckpoint) -> Contents:
+def contents_of(checkpoint: Checkpoint) -> Contents:
     """What a checkpoint holds, from its manifest alone: the checksums there cover every byte.
 
     Two checkpoints have equal contents when they hold the same state, wherever its bytes lie in the files.
     """
     forms: dict[str, str] = {}
     pieces: dict[str, list[tuple[tuple[int, ...], str]]] = {}
-    for part in checkpoint.parts:
+    for part in checkpoint._parts:
         for leaf in part.leaves:
             forms[leaf.name] = f"{leaf.dtype}{leaf.shape}"
             held = pieces.setdefault(leaf.name, [])
             held.extend((piece.start, piece.chunks) for piece in leaf.fragments)
     leaves = {name: digest(f"{form}{sorted(pieces[name])}".encode()) for name, form in forms.items()}
-    leaves.update({alias.name: f"tied to {alias.of}" for part in checkpoint.parts for alias in part.aliases})
+    leaves.update({alias.name: f"tied to {alias.of}" for part in checkpoint._parts for alias in part.aliases})
     values = {name: digest(_canonical(value_node(value))) for name, value in checkpoint.values.items()}
-    for part in checkpoint.parts:
+    for part in checkpoint._parts:
         if part.rank:  # what rank 0 has for itself is among the values
             own = {f"@{part.rank}.{place}": digest(_canonical(node)) for place, node in part.local.items()}
             values.update(own)

@@ -38,7 +38,7 @@ from everystep.store.ranks.consensus import all_or_none
 from everystep.store.ranks.open_together import open_newest_together, open_together
 from everystep.store.ranks.shared_load import load_together
 from everystep.store.ranks.transport import Transport
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint, open_newest
 
 _SHOWN = 12
 
@@ -144,7 +144,7 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
             with open_newest(path, tuning) as checkpoint:
                 there = _keys_of(checkpoint)
                 part = _entries_in(into.state, checkpoint)
-                restored = checkpoint.load(part, strict=into.strict, rename=into.rename)
+                restored = checkpoint._restore(part, strict=into.strict, rename=into.rename)
                 refuse_replaced(part, restored, checkpoint.path)
                 _put_back(into.state, restored)
                 _tell_entries(into.state, there, checkpoint, begin)
@@ -172,14 +172,12 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
             return checkpoint.step if begin.continue_steps else 0
 
 
-def _keys_of(checkpoint: StoredCheckpoint) -> list[str]:
+def _keys_of(checkpoint: Checkpoint) -> list[str]:
     """The entries of a checkpoint, by name; none if it is not a dict."""
-    return [key for key, _ in pairs_of(checkpoint.tree) or () if isinstance(key, str)]
+    return [key for key, _ in pairs_of(checkpoint._parts.tree) or () if isinstance(key, str)]
 
 
-def _tell_entries(
-    state: object, there: Sequence[str], checkpoint: StoredCheckpoint, begin: Beginning
-) -> None:
+def _tell_entries(state: object, there: Sequence[str], checkpoint: Checkpoint, begin: Beginning) -> None:
     """Warns, in one line, of what only one side has, and of steps that do not count."""
     here = [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
     left = [key for key in here if key not in there]
@@ -219,19 +217,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
+def _entries_in(state: object, checkpoint: Checkpoint) -> object:
     """The entries of a state that a checkpoint has something for; all of a state that is no dict.
 
     What only the checkpoint has, such as the counters of another system, is left out.
     """
-    checkpoint.fit_to(state)
+    checkpoint._fit_to(state)
     if not isinstance(state, dict):
         return state
     there = set(_keys_of(checkpoint))
     common: dict[str, object] = {key: item for key, item in state.items() if key in there}
     if not common:
         return state  # the error that follows lists both sides
-    checkpoint.keep_entries(common)
+    checkpoint._parts.keep_entries(common)
     return common
 
 
@@ -262,9 +260,9 @@ def _agreed(group: RankGroup, transport: Transport | None, steps: Sequence[int])
 
 def _load(group: RankGroup, transport: Transport | None, into: _Target, path: str) -> int:
     if transport is None:
-        with StoredCheckpoint(path) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             _check(checkpoint)
-            restored = checkpoint.load(into.state, strict=into.strict, rename=into.rename)
+            restored = checkpoint._restore(into.state, strict=into.strict, rename=into.rename)
             refuse_replaced(into.state, restored, path)
             return checkpoint.nbytes
     with open_together(transport, path, group.timeout, _check) as checkpoint:
@@ -288,7 +286,7 @@ def _all_or_none(group: RankGroup, transport: Transport | None, what: str) -> Ab
     return nullcontext() if transport is None else all_or_none(transport, what, group.timeout)
 
 
-def _check(checkpoint: StoredCheckpoint) -> None:
-    reason = checkpoint.misplaced()
+def _check(checkpoint: Checkpoint) -> None:
+    reason = checkpoint._misplaced
     if reason is not None:
         raise CorruptCheckpoint(reason, path=checkpoint.path)

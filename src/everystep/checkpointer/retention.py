@@ -28,7 +28,8 @@ from everystep.errors import (
 from everystep.store import CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
 from everystep.store.commit.volumes import Ledger, id_at
 from everystep.store.locks import path_to_read
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import open_checkpoint
+from everystep.store.read.verify import visible_damage
 
 
 class Retention:
@@ -235,8 +236,8 @@ def history(run: str) -> list[Kept]:
     found = []
     for step in list_steps(run):
         try:
-            with StoredCheckpoint(os.path.join(run, step_name(step))) as checkpoint:
-                if checkpoint.visible_damage(far=False) is None:
+            with open_checkpoint(os.path.join(run, step_name(step))) as checkpoint:
+                if visible_damage(checkpoint, far=False) is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
         except OutOfResources:
             raise
@@ -251,7 +252,7 @@ def ids(run: str) -> tuple[str, ...] | None:
     for step in list_steps(run):
         path = os.path.join(run, step_name(step))
         try:
-            with StoredCheckpoint(path) as checkpoint:
+            with open_checkpoint(path) as checkpoint:
                 found.append(checkpoint.id)
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
             if os.path.lexists(path):  # else it was removed just now

@@ -11,7 +11,7 @@ from typing import Literal
 from everystep.checkpointer.drilling import RUNS, contents_of
 from everystep.drill.activity import SeenCheckpoint
 from everystep.store import step_name
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 
 _WINDOW_NBYTES = 4 << 20
 _NAMED = 20
@@ -113,7 +113,7 @@ def compare_last(reference: Path, other: Path, run: str, reference_step: int, st
         str(stage / RUNS / run / step_name(number))
         for stage, number in ((reference, reference_step), (other, step))
     ]
-    with StoredCheckpoint(paths[0]) as mine, StoredCheckpoint(paths[1]) as its:
+    with open_checkpoint(paths[0]) as mine, open_checkpoint(paths[1]) as its:
         a, b = contents_of(mine), contents_of(its)
         differing = dict.fromkeys([*_unlike(a.leaves, b.leaves), *_unlike(a.values, b.values)])
         nbytes = 0
@@ -138,10 +138,10 @@ class _Piece:
     offset: int
 
 
-def _pieces(checkpoint: StoredCheckpoint) -> dict[str, list[_Piece]]:
+def _pieces(checkpoint: Checkpoint) -> dict[str, list[_Piece]]:
     """The fragments of each leaf, of all ranks, in the leaf's order."""
     found: dict[str, list[_Piece]] = {}
-    for part in checkpoint.parts:
+    for part in checkpoint._parts:
         for leaf in part.leaves:
             found.setdefault(leaf.name, []).extend(
                 _Piece(

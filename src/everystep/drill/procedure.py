@@ -37,7 +37,7 @@ from everystep.drill.report import DrillProblem, DrillReport, Killed
 from everystep.engine import choose_backend
 from everystep.paths import local_path
 from everystep.store import list_steps, step_name
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import open_checkpoint
 
 _FRUITLESS_ROUNDS = 5
 """Trainings in a row that end before a kill could reach them. A busy machine may look away for a while."""
@@ -178,7 +178,7 @@ class _Procedure:
         stored_nbytes = 0
         for step in self._steps_in("reference", activity.run)[-1:]:
             path = self.directory / "reference" / RUNS / activity.run / step_name(step)
-            with StoredCheckpoint(str(path)) as last:
+            with open_checkpoint(str(path)) as last:
                 stored_nbytes = last.stored_nbytes
         backend = choose_backend(str(self.directory))
         at = activity.completed_at

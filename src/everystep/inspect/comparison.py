@@ -37,7 +37,8 @@ from everystep.state.node import (
 from everystep.state.unflatten import decode_key
 from everystep.store import LeafInfo, Options
 from everystep.store.options import reading_tuning
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, matching_names, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_newest
+from everystep.store.read.selection import matching_names
 from everystep.store.stream.leaf_windows import Extent, WindowReader, windows
 from everystep.store.stream.progress import Progress, no_progress
 
@@ -203,17 +204,15 @@ def _largest(numbers: Iterable[float | None]) -> float | None:
 class _Comparison:
     """Two open checkpoints about to be compared."""
 
-    def __init__(
-        self, a: StoredCheckpoint, b: StoredCheckpoint, chosen: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, a: Checkpoint, b: Checkpoint, chosen: Collection[str] | None = None) -> None:
         """`chosen`: the names to compare; all, if None."""
         self._a = a
         self._b = b
         self._chosen = chosen
         # Stored leaves to be compared byte by byte, each pair once however many names are tied to it.
         self._pairs: dict[tuple[str, str], LeafInfo] = {}
-        for name, mine in a.leaves.items():
-            other = b.leaves.get(name)
+        for name, mine in a._parts.leaf_infos.items():
+            other = b._parts.leaf_infos.get(name)
             if (
                 other is not None
                 and self._wants(name)
@@ -227,7 +226,7 @@ class _Comparison:
         values = tuple(_value_changes(self._values(a), self._values(b)))
         whole = self._chosen is None
         agree = whole and not leaves and not values
-        structure = tuple(_container_changes(a.tree, b.tree, "")) if agree else ()
+        structure = tuple(_container_changes(a._parts.tree, b._parts.tree, "")) if agree else ()
         changed = {change.name for change in leaves}
         names = [name for name in dict.fromkeys((*leaf_order(a), *leaf_order(b))) if self._wants(name)]
         identical = sum(name in a and name in b and name not in changed for name in names)
@@ -236,7 +235,7 @@ class _Comparison:
     def _wants(self, name: str) -> bool:
         return self._chosen is None or name in self._chosen
 
-    def _values(self, checkpoint: StoredCheckpoint) -> dict[str, Node]:
+    def _values(self, checkpoint: Checkpoint) -> dict[str, Node]:
         found = stored_values(checkpoint.values)
         return {name: value for name, value in found.items() if self._wants(name)}
 
@@ -260,8 +259,8 @@ class _Comparison:
     def _leaf_changes(self, tallies: Mapping[tuple[str, str], Tally]) -> Iterator[LeafChange]:
         a, b = self._a, self._b
         for name in filter(self._wants, leaf_order(a)):
-            mine = a.leaves[name]
-            other = b.leaves.get(name)
+            mine = a._parts.leaf_infos[name]
+            other = b._parts.leaf_infos.get(name)
             if other is None:
                 yield LeafChange(name, "only in a", a=_describe(mine))
                 continue
@@ -279,7 +278,7 @@ class _Comparison:
                     yield _bits_change(name, mine, tally)
         for name in filter(self._wants, leaf_order(b)):
             if name not in a:
-                yield LeafChange(name, "only in b", b=_describe(b.leaves[name]))
+                yield LeafChange(name, "only in b", b=_describe(b._parts.leaf_infos[name]))
 
 
 def _value_changes(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[ValueChange]:
@@ -376,11 +375,11 @@ def _describe(info: LeafInfo) -> str:
     return f"{dtype} [{', '.join(map(str, shape))}]"
 
 
-def _stored(checkpoint: StoredCheckpoint, name: str) -> str:
-    return checkpoint.leaves[name].alias_of or name
+def _stored(checkpoint: Checkpoint, name: str) -> str:
+    return checkpoint._parts.leaf_infos[name].alias_of or name
 
 
-def _side(checkpoint: StoredCheckpoint) -> Side:
+def _side(checkpoint: Checkpoint) -> Side:
     return Side(
-        checkpoint.path, checkpoint.stated_step, checkpoint.created, len(checkpoint), checkpoint.nbytes
+        checkpoint.path, checkpoint._stated_step, checkpoint.created, len(checkpoint), checkpoint.nbytes
     )

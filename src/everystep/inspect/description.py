@@ -14,7 +14,7 @@ from everystep.state import Node, flatten, leaf_names
 from everystep.state.node import COUNTER, DICT, UNORDERED, without_order
 from everystep.store import LeafInfo, Options
 from everystep.store.options import reading_tuning
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_newest
 
 _UNORDERED = (*UNORDERED, DICT, COUNTER)
 """Nodes whose pairs or members are equal in any order. Dicts with other keys than text are among them."""
@@ -61,32 +61,32 @@ def describe(
     `as_training`: how a file of another system is shown, and `options`: how it is read, see `everystep.load`.
     """
     with open_newest(path, reading_tuning(options)) as checkpoint:
-        checkpoint.arrange(as_training)
+        checkpoint._arrange(as_training)
         matching = None if leaves is None else set(checkpoint.select(leaves))
-        shown = checkpoint.shown_leaves
+        shown = checkpoint.leaves
         return Description(
             path=checkpoint.path,
-            format=checkpoint.root.format,
+            format=checkpoint._parts.root.format,
             id=checkpoint.id,
-            step=checkpoint.stated_step,
+            step=checkpoint._stated_step,
             created=checkpoint.created,
             world=checkpoint.world,
             metrics=checkpoint.metrics,
             nbytes=checkpoint.nbytes,
             stored_nbytes=checkpoint.stored_nbytes,
-            files=tuple(file for part in checkpoint.parts for file in part.files),
+            files=tuple(file for part in checkpoint._parts for file in part.files),
             values=checkpoint.values,
             leaves={
                 name: shown[name] for name in leaf_order(checkpoint) if matching is None or name in matching
             },
             all_leaves=len(checkpoint),
-            facts=dict(checkpoint.facts),
+            facts=dict(checkpoint._facts),
         )
 
 
-def leaf_order(checkpoint: StoredCheckpoint) -> list[str]:
+def leaf_order(checkpoint: Checkpoint) -> list[str]:
     """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
-    named = dict.fromkeys(name for name in leaf_names(checkpoint.tree) if name in checkpoint)
+    named = dict.fromkeys(name for name in leaf_names(checkpoint._parts.tree) if name in checkpoint)
     return [*named, *(name for name in checkpoint if name not in named)]
 
 

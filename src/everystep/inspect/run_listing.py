@@ -13,9 +13,10 @@ from everystep.store import is_checkpoint, list_steps, locate, resolve, step_nam
 from everystep.store.names import is_step_name
 from everystep.store.os_errors import reading
 from everystep.store.read import foreign
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from everystep.store.read.listing import inner_checkpoints, natural_order, no_run
 from everystep.store.read.open import require_reachable
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.verify import visible_damage
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 _MAX_DEPTH = 4
@@ -246,7 +247,7 @@ def entry_of(path: str, step: int | None) -> Entry:
     """The checkpoint at a path, or what shall be one. `step` is the one that its name says."""
     nbytes = directory_nbytes(path)
     try:
-        with StoredCheckpoint(path) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             damage = _visible_damage(checkpoint)
             known = _contents(checkpoint)
             return Entry(
@@ -278,15 +279,15 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "reason", None) or str(error)
 
 
-def _contents(checkpoint: StoredCheckpoint) -> tuple[int, int] | None:
+def _contents(checkpoint: Checkpoint) -> tuple[int, int] | None:
     """The number of leaves, and the bytes that lie on other volumes. None when a rank's part is damaged."""
     try:
-        elsewhere = sum(file.nbytes for part in checkpoint.parts for file in part.files if file.volume)
+        elsewhere = sum(file.nbytes for part in checkpoint._parts for file in part.files if file.volume)
         return len(checkpoint), elsewhere
     except (CorruptCheckpoint, ReadFailed):
         return None
 
 
-def _visible_damage(checkpoint: StoredCheckpoint) -> str | None:
-    problem = checkpoint.visible_damage()
+def _visible_damage(checkpoint: Checkpoint) -> str | None:
+    problem = visible_damage(checkpoint)
     return None if problem is None else f"{os.path.basename(problem.file)}: {problem.reason}"

@@ -21,7 +21,7 @@ from everystep.store import Options, is_checkpoint
 from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import reading_tuning
 from everystep.store.os_errors import saving
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.stream.progress import Progress, no_progress
 from everystep.store.stream.safetensors_writer import FileEntry, SafetensorsFile
 
@@ -65,11 +65,11 @@ def export(
     if not target.endswith(SUFFIX):
         raise ValueError(wrong_suffix(target))
     with open_newest(path, reading_tuning(options)) as checkpoint:
-        chosen = checkpoint.select(list(select)) if select else list(checkpoint.leaves)
+        chosen = checkpoint.select(list(select)) if select else list(checkpoint._parts.leaf_infos)
         entries, tied = chosen_entries(checkpoint, chosen, strip)
         file = SafetensorsFile(checkpoint, entries, tied, strip)
         _write(file, checkpoint, target, force, progress)
-        return Exported(target, checkpoint.stated_step, len(entries), file.nbytes, tied)
+        return Exported(target, checkpoint._stated_step, len(entries), file.nbytes, tied)
 
 
 def wrong_suffix(output: str | os.PathLike[str]) -> str:
@@ -81,7 +81,7 @@ def wrong_suffix(output: str | os.PathLike[str]) -> str:
 
 
 def chosen_entries(
-    checkpoint: StoredCheckpoint, chosen: Iterable[str], strip: str = ""
+    checkpoint: Checkpoint, chosen: Iterable[str], strip: str = ""
 ) -> tuple[list[FileEntry], dict[str, str]]:
     """The entries of a file: every stored leaf once, under the first of its chosen names, without a prefix.
 
@@ -96,17 +96,16 @@ def chosen_entries(
                 extra=[name],
             )
         shown = name[len(strip) :]
-        stored = checkpoint.leaves[name].alias_of or name
+        stored = checkpoint._parts.leaf_infos[name].alias_of or name
         if stored in names:
             tied[shown] = names[stored]
         else:
             names[stored] = shown
-    return [FileEntry(stored, name, checkpoint.leaves[stored].dtype) for stored, name in names.items()], tied
+    infos = checkpoint._parts.leaf_infos
+    return [FileEntry(stored, name, infos[stored].dtype) for stored, name in names.items()], tied
 
 
-def _write(
-    file: SafetensorsFile, checkpoint: StoredCheckpoint, path: str, force: bool, progress: Progress
-) -> None:
+def _write(file: SafetensorsFile, checkpoint: Checkpoint, path: str, force: bool, progress: Progress) -> None:
     with saving(path):
         _refuse(path, force)
         _refuse_own(path, checkpoint)
@@ -141,12 +140,12 @@ def _refuse(path: str, force: bool) -> None:
         raise CheckpointExists(f"{path} exists: choose another name, or force (--force) to replace it")
 
 
-def _refuse_own(path: str, checkpoint: StoredCheckpoint) -> None:
+def _refuse_own(path: str, checkpoint: Checkpoint) -> None:
     """Shards may lie on volumes, in directories that look like no checkpoint."""
     if not os.path.exists(path) or os.path.islink(path):
         return
-    for part in checkpoint.parts:
-        reader = checkpoint.reader(part.rank)
+    for part in checkpoint._parts:
+        reader = checkpoint._reader.shards(part.rank)
         for file in part.files:
             if _same_file(path, reader.path(file)):
                 raise CheckpointExists(f"{path} is a file of the checkpoint to export: name another")

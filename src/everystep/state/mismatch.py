@@ -7,6 +7,7 @@ comparing.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from everystep.errors import StateMismatch
+from everystep.format.dtypes import itemsize
 from everystep.state.leaves import Framework
 from everystep.state.name_groups import did_you_mean, grouped
 from everystep.state.node import shorten
@@ -50,6 +52,11 @@ class LeafMeta(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     framework: Framework
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * itemsize(self.dtype)
 
     def __str__(self) -> str:
         return describe(self.dtype, self.shape)

@@ -7,7 +7,6 @@
 | `stream` | the bytes of many leaves through bounded memory, for exports, conversions, comparisons |
 | `ranks` | saving and loading by all ranks of a process group |
 | `api` | the calls that users know: `save`, `load`, `open` |
-| `checkpoint` | a committed checkpoint, opened for reading |
 | `run` | a run as its one writer sees it: recovery, retirement, recycling |
 | `options` | how to write |
 | `names`, `locks`, `os_errors` | names of files; locks on directories; typed errors for failed system calls |
@@ -18,7 +17,6 @@
 from __future__ import annotations
 
 from everystep.store.api import load, open, save
-from everystep.store.checkpoint import Checkpoint
 from everystep.store.commit.info import CheckpointInfo, check_step
 from everystep.store.commit.observer import SaveObserver
 from everystep.store.commit.single import SingleCommit
@@ -28,12 +26,13 @@ from everystep.store.names import step_name
 from everystep.store.options import Options, checked_options
 from everystep.store.ranks.group import RankGroup, join_group
 from everystep.store.ranks.save_round import SaveRound
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.lazy_leaf import LazyLeaf
 from everystep.store.read.listing import is_checkpoint, list_steps
 from everystep.store.read.open import resolve
+from everystep.store.read.parts import LeafInfo
 from everystep.store.read.references import locate
 from everystep.store.read.shard_reader import VerifyProblem
-from everystep.store.read.stored_checkpoint import LeafInfo
 from everystep.store.read.verify import VerifyReport, verify
 from everystep.store.run import FollowedRun, WritableRun
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 from everystep.engine import fs
@@ -13,7 +12,6 @@ from everystep.errors import CheckpointExists
 from everystep.paths import local_path
 from everystep.state import Framework, flatten
 from everystep.state.mismatch import offering
-from everystep.store.checkpoint import Checkpoint
 from everystep.store.commit.existing_directory import found_at
 from everystep.store.commit.info import CheckpointInfo, check_step
 from everystep.store.commit.single import SingleCommit
@@ -28,10 +26,10 @@ from everystep.store.ranks.group import ProcessGroup, RankGroup, join_group, lea
 from everystep.store.ranks.open_together import open_newest_together
 from everystep.store.ranks.shared_load import load_together
 from everystep.store.ranks.transport import Transport
+from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.read.foreign import renaming
-from everystep.store.read.open import newest
 from everystep.store.read.references import is_reference
-from everystep.store.read.stored_checkpoint import refuse_fresh
+from everystep.store.read.restoring import refuse_fresh
 
 _DEFAULT = Options().tuning()
 
@@ -168,7 +166,7 @@ def load(
             _channel(transport, timeout) as channel,
             offering("into", "rename", "select", "strict"),
         ):
-            opened.arrange(as_training)
+            opened._arrange(as_training)
             return load_together(
                 transport,
                 opened,
@@ -200,7 +198,7 @@ def open(
     `as_training`: how a file of another system is shown, see `load`. `options` say how to read: `backend` and
     `memory_nbytes`.
     """
-    return newest(path, partial(Checkpoint, tuning=reading_tuning(options), as_training=as_training))
+    return open_newest(path, reading_tuning(options), as_training=as_training)
 
 
 def make_parent(target: str) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from everystep.engine import READING, Tuning
 from everystep.errors import CorruptCheckpoint, OutOfResources, ReadFailed
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.shard_reader import VerifyProblem
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.store.read.verify import VerifyReport
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.inflation import refuse_bomb
@@ -41,8 +41,8 @@ def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuni
     with noting_archives() as archives:
         try:
             with ForeignCheckpoint(describe(path), tuning) as checkpoint:
-                step, leaves, kind = checkpoint.stated_step, len(checkpoint), checkpoint.root.format
-                sizes = {file.name: file.nbytes for file in checkpoint.root.part.files}
+                step, leaves, kind = checkpoint._stated_step, len(checkpoint), checkpoint._parts.root.format
+                sizes = {file.name: file.nbytes for file in checkpoint._parts.root.part.files}
                 files, nbytes = len(sizes), sum(sizes.values())
                 if os.path.isfile(path) and _is_archive(path):
                     archives[path, 0, os.path.getsize(path)] = None
@@ -65,13 +65,13 @@ def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuni
     )
 
 
-def _read_all(checkpoint: StoredCheckpoint, progress: Callable[[int], None] | None) -> None:
+def _read_all(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> None:
     """Every byte of every leaf: what cannot be read, or inflated, is an error."""
-    names = [name for name, info in checkpoint.leaves.items() if info.alias_of is None]
+    names = [name for name, info in checkpoint._parts.leaf_infos.items() if info.alias_of is None]
     block = memoryview(bytearray(_BLOCK_NBYTES))
     done = 0
     with LeafStream(
-        checkpoint, [StreamedLeaf(name, checkpoint.leaves[name].dtype) for name in names]
+        checkpoint, [StreamedLeaf(name, checkpoint._parts.leaf_infos[name].dtype) for name in names]
     ) as stream:
         for number, size in enumerate(stream.sizes):
             for start in range(0, size, _BLOCK_NBYTES):

@@ -12,7 +12,7 @@ from everystep.format.dtypes import opaque
 from everystep.paths import local_path
 from everystep.state.node import Node, blob_names, localized, pairs_of
 from everystep.store import Options, checked_options
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.stream.progress import Progress, no_progress
 from everystep.universal.atomic_output import sweep
 from everystep.universal.hf.source import carried_files
@@ -138,11 +138,11 @@ def convert(
     with _open(src, kind, rules, settings, cuts=writer.cuts_parameters) as checkpoint:
         _refuse_source(checkpoint, target)
         if isinstance(checkpoint, ForeignCheckpoint):
-            checkpoint.arrange(_view(checkpoint, writer, cast, rules, as_training))
+            checkpoint._arrange(_view(checkpoint, writer, cast, rules, as_training))
         whole = select is None and not writer.only_model
         names = choose(checkpoint, select, only_model=writer.only_model, local=whole)
         tree = tree_of(checkpoint, names, whole=whole)
-        local = checkpoint.local(0) if whole else {}
+        local = checkpoint._parts.local(0) if whole else {}
         inlined = set(blob_names(localized(tree, local))) if writer.inlines_bytes else set()
         written = [name for name in names if name not in inlined]
         items, tied = items_of(checkpoint, written, cast, big_endian=writer.keeps_types)
@@ -176,16 +176,16 @@ def convert(
             writer.write(job)
         return Converted(
             source=checkpoint.path,
-            kind=checkpoint.root.format if foreign else "everystep",
+            kind=checkpoint._parts.root.format if foreign else "everystep",
             path=target,
             to=writer.kind,
-            step=checkpoint.stated_step,
+            step=checkpoint._stated_step,
             leaves=len(job.items),
             nbytes=job.nbytes,
             files=tuple(files),
-            left_out=len(checkpoint.leaves) - len(job.items) - len(job.tied) - len(inlined),
+            left_out=len(checkpoint._parts.leaf_infos) - len(job.items) - len(job.tied) - len(inlined),
             tied=len(job.tied),
-            casts=sum(checkpoint.leaves[item.stored].dtype != item.dtype for item in job.items),
+            casts=sum(checkpoint._parts.leaf_infos[item.stored].dtype != item.dtype for item in job.items),
             verified=verify and not dry_run,
             dry_run=dry_run,
             notes=notes,
@@ -230,7 +230,7 @@ def _layout(writer: Writer, tp: int, pp: int, zero_stage: int | None) -> Target:
 
 def _open(
     src: str | os.PathLike[str], kind: str, spec: Spec | None, options: Options, *, cuts: bool
-) -> StoredCheckpoint:
+) -> Checkpoint:
     """The source. A spec tells how a foreign one is laid out; for a target that cuts, also how to cut."""
     if spec is not None and not (cuts and _is_whole(src, kind)):
         if kind == "everystep":
@@ -239,7 +239,7 @@ def _open(
     if kind in ("auto", "everystep"):
         opened = open_newest(src, options.reading())
         if kind == "everystep" and isinstance(opened, ForeignCheckpoint):
-            path, found = opened.path, opened.root.format
+            path, found = opened.path, opened._parts.root.format
             opened.close()
             raise UnsupportedSource(f"{path} is a checkpoint of kind {found!r}, not of Everystep")
         return opened
@@ -271,7 +271,7 @@ def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:
     return reader is None or reader.parameters is None
 
 
-def _carried(checkpoint: StoredCheckpoint, copy_from: str | os.PathLike[str] | None) -> tuple[str, ...]:
+def _carried(checkpoint: Checkpoint, copy_from: str | os.PathLike[str] | None) -> tuple[str, ...]:
     """The files to carry along, by name: those that the user named come before those of the source."""
     given = checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else ()
     found = {os.path.basename(path): path for path in given}
@@ -283,7 +283,7 @@ def _carried(checkpoint: StoredCheckpoint, copy_from: str | os.PathLike[str] | N
     return tuple(found.values())
 
 
-def _refuse_opaque(checkpoint: StoredCheckpoint, items: Iterable[Item], writer: Writer) -> None:
+def _refuse_opaque(checkpoint: Checkpoint, items: Iterable[Item], writer: Writer) -> None:
     found = [(item.name, named[0]) for item in items if (named := opaque(item.dtype)) is not None]
     if found and not writer.keeps_opaque:
         name, dtype = found[0]
@@ -304,7 +304,7 @@ def _refuse_arranged_lightning(source: str, tree: Node) -> None:
         )
 
 
-def _refuse_source(checkpoint: StoredCheckpoint, target: str) -> None:
+def _refuse_source(checkpoint: Checkpoint, target: str) -> None:
     """The target must not be a part of the source, nor hold it."""
     source, wanted = os.path.realpath(checkpoint.path), os.path.realpath(target)
     if wanted == source or wanted.startswith(source + os.sep) or source.startswith(wanted + os.sep):

@@ -10,7 +10,7 @@ from everystep.engine import Tuning
 from everystep.format.dtypes import itemsize
 from everystep.state import Node, prune
 from everystep.state.node import localized
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.element_casts import FLOATS, little_endian
 from everystep.store.stream.progress import Progress
 from everystep.universal.spec import Spec
@@ -45,7 +45,7 @@ class Job:
     load the result with, if the user said. `verify`: the result is read and compared before it gets its name.
     """
 
-    checkpoint: StoredCheckpoint
+    checkpoint: Checkpoint
     path: str
     items: tuple[Item, ...]
     tied: Mapping[str, str]
@@ -91,7 +91,7 @@ def type_named(name: str | None) -> str | None:
 
 
 def choose(
-    checkpoint: StoredCheckpoint, select: str | Iterable[str] | None, *, only_model: bool, local: bool
+    checkpoint: Checkpoint, select: str | Iterable[str] | None, *, only_model: bool, local: bool
 ) -> list[str]:
     """The names of the leaves to write.
 
@@ -100,13 +100,13 @@ def choose(
     """
     if select is not None:
         return [name for name in checkpoint.select(select) if local or not name.startswith("@")]
-    names = [name for name in checkpoint.parts.names_for(0) if local or not name.startswith("@")]
+    names = [name for name in checkpoint._parts.names_for(0) if local or not name.startswith("@")]
     model = [name for name in names if name.startswith(MODEL)]
     return model if only_model and model else names
 
 
 def items_of(
-    checkpoint: StoredCheckpoint, names: Sequence[str], dtype: str | None, *, big_endian: bool
+    checkpoint: Checkpoint, names: Sequence[str], dtype: str | None, *, big_endian: bool
 ) -> tuple[tuple[Item, ...], dict[str, str]]:
     """Every stored leaf once, under the first of its names; and the other names.
 
@@ -115,7 +115,7 @@ def items_of(
     items: dict[str, Item] = {}
     tied: dict[str, str] = {}
     for name in names:
-        info = checkpoint.leaves[name]
+        info = checkpoint._parts.leaf_infos[name]
         stored = info.alias_of or name
         if stored in items:
             tied[name] = items[stored].name
@@ -129,16 +129,16 @@ def items_of(
     return tuple(items.values()), tied
 
 
-def tree_of(checkpoint: StoredCheckpoint, names: Sequence[str], *, whole: bool) -> Node:
+def tree_of(checkpoint: Checkpoint, names: Sequence[str], *, whole: bool) -> Node:
     """The state tree: all of it, or with these leaves only."""
     if whole:
-        return checkpoint.tree
-    return prune(localized(checkpoint.tree, checkpoint.local(0)), set(names))
+        return checkpoint._parts.tree
+    return prune(localized(checkpoint._parts.tree, checkpoint._parts.local(0)), set(names))
 
 
 def framework_of(job: Job, item: Item) -> Any:
     """The library whose arrays a leaf is."""
-    return job.checkpoint.leaves[item.stored].framework
+    return job.checkpoint._parts.leaf_infos[item.stored].framework
 
 
 def advance(job: Job, done: int) -> Callable[[int], None]:

@@ -10,7 +10,7 @@ from everystep.state import Flat, LeafSource
 from everystep.store import SaveObserver, SingleCommit, Target
 from everystep.store.api import check_target, make_parent
 from everystep.store.names import PARTIAL
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import open_uncommitted
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.items import Item, Job, OutputFile, advance, framework_of
 from everystep.universal.readback import compare_written
@@ -40,7 +40,7 @@ def write(job: Job) -> None:
 
 
 def check(job: Job, path: str) -> None:
-    with StoredCheckpoint.uncommitted(path, job.checkpoint.tuning) as written:
+    with open_uncommitted(path, job.checkpoint._reader.tuning) as written:
         compare_written(job, written)
 
 

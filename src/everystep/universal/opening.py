@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from everystep import engine
@@ -27,11 +26,13 @@ from everystep.format.records import Alias, Fragment, Leaf, Part, Root, ShardFil
 from everystep.format.validate import is_own_name
 from everystep.state.node import unmatched
 from everystep.store.os_errors import reading
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
+from everystep.store.read.leaf_reader import LeafReader
 from everystep.store.read.listing import natural_order
+from everystep.store.read.parts import Parts
 from everystep.store.read.requests import BoxRequest
 from everystep.store.read.shard_reader import ShardReader, VerifyProblem
-from everystep.store.read.stored_checkpoint import LeafInfo, StoredCheckpoint
 from everystep.universal.inflation import refuse_bomb
 from everystep.universal.recognition import brief_findings, describe, find_reader
 from everystep.universal.reduction import reduced
@@ -133,7 +134,7 @@ class SourceFiles:
         self._drop()
 
 
-class _SourceReader(ShardReader):
+class _SourceShards(ShardReader):
     """Reads out of foreign files: without checksums, and without writing anything beside them."""
 
     def __init__(self, part: Part, files: SourceFiles, tuning: Tuning) -> None:
@@ -161,35 +162,45 @@ class _SourceReader(ShardReader):
         return super().path(file) if self._made is None else self._made
 
 
-class ForeignCheckpoint(StoredCheckpoint):
-    """A checkpoint of another system, read as one of ours. Nothing that is read can be verified."""
+class _SourceLeaves(LeafReader):
+    """Reads the leaves of a source. Nothing that it reads can be verified."""
+
+    def __init__(self, source: Source, tuning: Tuning) -> None:
+        records = _Records(source, tuning.max_inflation)
+        self._files = SourceFiles(source, records.computed)
+        super().__init__(Parts(records.root(), self._files, source.path), self._files, tuning)
+
+    def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
+        return super().reads(wanted, verify=False)
+
+    def shards(self, rank: int) -> ShardReader:
+        return _SourceShards(self.parts[rank], self._files, self.tuning)
+
+
+class ForeignCheckpoint(Checkpoint):
+    """A checkpoint of another system, read as one of ours."""
 
     def __init__(self, source: Source, tuning: Tuning = READING) -> None:
-        self._chosen = False
-        self._show(source, tuning)
-
-    def _show(self, source: Source, tuning: Tuning) -> None:
-        records = _Records(source, tuning.max_inflation)
+        super().__init__(_SourceLeaves(source, tuning))
         self.source = source
-        self._files = SourceFiles(source, records.computed)
-        self._begin(self._files, records.root(), source.path, tuning)
+        self._chosen = False
 
     @property
-    def stated_step(self) -> int | None:
+    def _stated_step(self) -> int | None:
         return self.source.step
 
     @property
-    def facts(self) -> Mapping[str, str]:
+    def _facts(self) -> Mapping[str, str]:
         source = self.source
         view = "arranged as a training state" if source.arranged else "as its own library loads it"
         return {"kind": source.kind, "view": view, **source.facts}
 
-    def arrange(self, as_training: bool | None) -> None:
+    def _arrange(self, as_training: bool | None) -> None:
         self._chosen = as_training is not None
         if as_training not in (None, self.source.arranged):
             self._replace(describe(self.source.path, self.source.kind, as_training=as_training))
 
-    def fit_to(self, target: object) -> None:
+    def _fit_to(self, target: object) -> None:
         """A training names its model and optimizer; files may have them under other names, or under none.
 
         Only a target whose entries the file has as it is, but not when arranged, gets the file as it is.
@@ -202,32 +213,12 @@ class ForeignCheckpoint(StoredCheckpoint):
             self._replace(arranged)
 
     def _replace(self, source: Source) -> None:
-        self._files.close()
-        self._show(source, self._tuning)
-
-    def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
-        return super().reads(wanted, verify=False)
-
-    def reader(self, rank: int) -> ShardReader:
-        return _SourceReader(self.parts[rank], self._files, self._tuning)
+        self._reader.close()
+        super().__init__(_SourceLeaves(source, self._reader.tuning))
+        self.source = source
 
     @property
-    def shown_leaves(self) -> dict[str, LeafInfo]:
-        found = {name: (info, opaque(info.dtype)) for name, info in self.leaves.items()}
-        return {
-            name: info if named is None else replace(info, dtype=named[0], shape=named[1])
-            for name, (info, named) in found.items()
-        }
-
-    def alike(self, one: str, other: str) -> bool:
-        """Whether two leaves have the same bytes. There are no checksums to tell."""
-        metas = self._meta(one), self._meta(other)
-        if (metas[0].dtype, metas[0].shape) != (metas[1].dtype, metas[1].shape):
-            return False
-        arrays = self._read_fresh([one, other], "numpy", verify=False)
-        return bool(arrays[one].tobytes() == arrays[other].tobytes())
-
-    def misplaced(self) -> str | None:
+    def _misplaced(self) -> str | None:
         return None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from everystep.errors import CorruptCheckpoint
 from everystep.state.torch_arrays import load_torch
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.items import Item, Job
 from everystep.universal.opening import ForeignCheckpoint
@@ -22,13 +22,13 @@ _BLOCK_NBYTES = 1 << 20
 
 def compare_with(job: Job, path: str, kind: str) -> None:
     """`CorruptCheckpoint` unless the checkpoint at `path`, of this foreign kind, has the items of a job."""
-    with ForeignCheckpoint(describe(path, kind), job.checkpoint.tuning) as written:
+    with ForeignCheckpoint(describe(path, kind), job.checkpoint._reader.tuning) as written:
         compare_written(job, written)
 
 
-def compare_written(job: Job, written: StoredCheckpoint) -> None:
+def compare_written(job: Job, written: Checkpoint) -> None:
     """`CorruptCheckpoint` unless a checkpoint that was written has the items of a job."""
-    leaves = written.leaves
+    leaves = written._parts.leaf_infos
     for item in job.items:
         info = leaves.get(item.name)
         if info is None or (info.dtype, info.shape) != (item.dtype, item.shape):
@@ -36,9 +36,9 @@ def compare_written(job: Job, written: StoredCheckpoint) -> None:
     _compare(job, job.items, written)
 
 
-def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> None:
+def _compare(job: Job, items: tuple[Item, ...], written: Checkpoint) -> None:
     mine = [StreamedLeaf(item.stored, item.dtype) for item in items]
-    stored = [written.leaves[item.name].alias_of or item.name for item in items]
+    stored = [written._parts.leaf_infos[item.name].alias_of or item.name for item in items]
     its = [StreamedLeaf(name, item.dtype) for name, item in zip(stored, items, strict=True)]
     done, total = 0, job.nbytes
     for number, nbytes, same in _blocks(job.checkpoint, mine, written, its):
@@ -49,9 +49,9 @@ def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> No
 
 
 def _blocks(
-    one: StoredCheckpoint,
+    one: Checkpoint,
     its: Sequence[StreamedLeaf],
-    other: StoredCheckpoint,
+    other: Checkpoint,
     others: Sequence[StreamedLeaf],
 ) -> Iterator[tuple[int, int, bool]]:
     """Block by block the number of a leaf, the bytes of the block, and whether both sides have the same."""
@@ -87,7 +87,7 @@ def compare_arrays(job: Job, arrays: Mapping[str, Any], items: Sequence[Item] | 
                     raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=item.name)
 
 
-def compare_copies(checkpoint: StoredCheckpoint) -> None:
+def compare_copies(checkpoint: Checkpoint) -> None:
     """`CorruptCheckpoint` if copies of a leaf differ that should be equal."""
     if not isinstance(checkpoint, ForeignCheckpoint):
         return
@@ -105,9 +105,7 @@ def compare_copies(checkpoint: StoredCheckpoint) -> None:
             _compare_copy(checkpoint, other, having, number)
 
 
-def _compare_copy(
-    checkpoint: StoredCheckpoint, other: StoredCheckpoint, leaves: list[SourceLeaf], number: int
-) -> None:
+def _compare_copy(checkpoint: Checkpoint, other: Checkpoint, leaves: list[SourceLeaf], number: int) -> None:
     streamed = [StreamedLeaf(leaf.name, leaf.dtype) for leaf in leaves]
     for index, _, same in _blocks(checkpoint, streamed, other, streamed):
         if not same:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import everystep
 from everystep.integrations.dcp import Reader, Writer
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.foreign.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
 from support.worlds.launcher import launch, values
 
@@ -280,7 +280,7 @@ def test_ranks_of_a_mesh_and_of_groups(tmp_path: Path) -> None:
         stored = sum(
             fragment.nbytes
             for rank in range(4)
-            for leaf in checkpoint.part(rank).leaves
+            for leaf in checkpoint._parts[rank].leaves
             for fragment in leaf.fragments
         )
         assert stored == checkpoint.nbytes == 4 * (13 * 30 + 30)

@@ -11,8 +11,8 @@ import pytest
 import everystep
 from everystep.format.records import Fragment
 from everystep.store.ranks.remote_shards import Asked, _Desk
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from everystep.store.read.shard_reader import ShardReader
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 SIZE = 5 << 20
 
@@ -24,12 +24,12 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path / "one"
 
 
-def _fragment(checkpoint: StoredCheckpoint, leaf: str) -> Fragment:
-    (fragment,) = checkpoint.parts.leaves_of(0)[leaf].fragments
+def _fragment(checkpoint: Checkpoint, leaf: str) -> Fragment:
+    (fragment,) = checkpoint._parts.leaves_of(0)[leaf].fragments
     return fragment
 
 
-def _asked(checkpoint: StoredCheckpoint) -> tuple[Asked, ...]:
+def _asked(checkpoint: Checkpoint) -> tuple[Asked, ...]:
     """All of one leaf, and the third megabyte of the other."""
     w, v = _fragment(checkpoint, "w"), _fragment(checkpoint, "v")
     return (
@@ -43,7 +43,7 @@ def test_bytes_are_read_once_for_all_that_ask_for_them(stored: Path) -> None:
         [np.full(1000, 3.0).view(np.uint8), np.arange(SIZE, dtype=np.uint8)[2 << 20 : 3 << 20]]
     )
     with (
-        StoredCheckpoint(str(stored)) as checkpoint,
+        open_checkpoint(str(stored)) as checkpoint,
         mock.patch.object(
             ShardReader, "file_problems", autospec=True, side_effect=ShardReader.file_problems
         ) as reads,
@@ -58,9 +58,9 @@ def test_bytes_are_read_once_for_all_that_ask_for_them(stored: Path) -> None:
 
 
 def test_damage_is_kept_for_the_end_and_nothing_more_is_read(stored: Path) -> None:
-    with StoredCheckpoint(str(stored)) as checkpoint:
+    with open_checkpoint(str(stored)) as checkpoint:
         asked = _asked(checkpoint)
-        (file,) = checkpoint.part(0).files
+        (file,) = checkpoint._parts[0].files
         with open(stored / file.name, "r+b") as opened:
             opened.seek(asked[1].offset + 5)
             opened.write(b"damage")
@@ -73,7 +73,7 @@ def test_damage_is_kept_for_the_end_and_nothing_more_is_read(stored: Path) -> No
 
 
 def test_bytes_that_are_in_no_fragment_are_refused(stored: Path) -> None:
-    with StoredCheckpoint(str(stored)) as checkpoint:
+    with open_checkpoint(str(stored)) as checkpoint:
         v = _fragment(checkpoint, "v")
         for asked in (
             Asked(0, 0, "v", v.offset + 1, v.nbytes),

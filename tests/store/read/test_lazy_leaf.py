@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import basic_indices
 
 import everystep
 from everystep import engine
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from support.states.array_samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
 
 MIB = 1 << 20
@@ -149,7 +149,7 @@ def test_damage_is_noticed_in_the_part_that_is_read_and_only_there(tmp_path: Pat
     array = np.arange(4 * MIB // 8)
     everystep.save(tmp_path / "c", {"w": array})
     with open_newest(tmp_path / "c") as opened:
-        offset = opened.root.part.leaves[0].fragments[0].offset
+        offset = opened._parts.root.part.leaves[0].fragments[0].offset
         with (tmp_path / "c" / "r00000.v0.safetensors").open("r+b") as file:
             file.seek(offset + 2 * MIB + 5)
             file.write(b"\x55")

@@ -19,8 +19,9 @@ from everystep.format.geometry import Box, whole
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
+from everystep.store.read.checkpoint import open_newest
 from everystep.store.read.requests import BoxRequest
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.verify import visible_damage
 from support.worlds.several_ranks import Own, write_several
 from support.worlds.simulated_worlds import (
     DTYPES,
@@ -89,7 +90,7 @@ def test_one_process_loads_what_several_saved(saved: tuple[Path, WritePlan, dict
     with open_newest(path) as opened:
         assert opened.world == plan.topology.world
         assert opened.nbytes == sum(array.nbytes for array in state.values())
-        assert opened.visible_damage() is None
+        assert visible_damage(opened) is None
         assert {name: info.shape for name, info in opened.leaves.items()} == {
             name: array.shape for name, array in state.items()
         }
@@ -123,11 +124,14 @@ def test_every_rank_of_any_layout_gets_its_part(saved: tuple[Path, WritePlan, di
             for name, array in state.items():
                 for axis in range(array.ndim):
                     target = LeafLayout(
-                        name, opened.metas[name].dtype, array.shape, (MeshPlacement(mesh, (Split(axis, 0),)),)
+                        name,
+                        opened._parts.metas[name].dtype,
+                        array.shape,
+                        (MeshPlacement(mesh, (Split(axis, 0),)),),
                     )
                     for rank in range(world):
                         got, wanted = wants(target, rank)
-                        opened.fetch(wanted)
+                        opened._reader.fetch(wanted)
                         assert same(got, local_array(array, target.placements[0], (rank,)))
 
 
@@ -173,7 +177,7 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
             for rank in range(other):
                 memory = memory_of(wanted_leaves, state, rank)
                 got = {key: np.zeros_like(array) for key, array in memory.items()}
-                opened.fetch(list(everything(wanted_leaves, rank, got, data.draw(st.booleans()))))
+                opened._reader.fetch(list(everything(wanted_leaves, rank, got, data.draw(st.booleans()))))
                 assert all(same(got[key], memory[key]) for key in memory)
 
 
@@ -226,7 +230,7 @@ def test_the_same_elements_may_go_to_several_places(tmp_path: Path, verify: bool
         for name, box, out in zip(names, boxes, outs, strict=True)
     ]
     with open_newest(tmp_path / "c") as opened:
-        opened.fetch([*wanted, BoxRequest("b", whole((1 << 20,)), Unkept(4 << 20))], verify=verify)
+        opened._reader.fetch([*wanted, BoxRequest("b", whole((1 << 20,)), Unkept(4 << 20))], verify=verify)
     for box, out in zip(boxes, outs, strict=True):
         assert same(out, np.ascontiguousarray(state["a"][inside(box)]))
 
@@ -270,9 +274,9 @@ def test_one_process_with_several_volumes(tmp_path: Path) -> None:
     assert loaded["own"]["draws"].tolist() == [0, 1, 2, 3, 4]
     assert everystep.verify(tmp_path / "c").intact
     with open_newest(tmp_path / "c") as opened:
-        assert {file.volume is None for file in opened.part(0).files} == {False}
+        assert {file.volume is None for file in opened._parts[0].files} == {False}
         assert same(opened["large"][10:20, 5], np.ascontiguousarray(loaded["large"][10:20, 5]))
-    Path(opened.part(0).files[0].volume or "", opened.part(0).files[0].name).unlink()
+    Path(opened._parts[0].files[0].volume or "", opened._parts[0].files[0].name).unlink()
     with pytest.raises(
         everystep.errors.IncompleteCheckpoint, match="of this host, and has been removed from there"
     ):

@@ -22,8 +22,9 @@ from everystep.plan.description import encode_plan
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
+from everystep.store.read.checkpoint import open_newest
 from everystep.store.read.requests import BoxRequest
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.verify import visible_damage
 from support.worlds.several_ranks import Own, write_several
 from support.worlds.simulated_worlds import random_state
 
@@ -94,7 +95,7 @@ def test_a_missing_or_truncated_file_is_named(path: Path, name: str) -> None:
             everystep.load(path)
         assert caught.value.path == str(file)
         with open_newest(path) as opened:
-            problem = opened.visible_damage()
+            problem = visible_damage(opened)
         assert problem is not None
         assert problem.file == str(file)
         report = everystep.verify(path)
@@ -134,7 +135,7 @@ def test_a_shard_of_an_unreachable_volume_names_volume_and_host(tmp_path: Path) 
     ):
         everystep.load(tmp_path / "c")
     with open_newest(tmp_path / "c") as opened:
-        problem = opened.visible_damage()
+        problem = visible_damage(opened)
     assert problem is not None
     assert "host elsewhere" in problem.reason
 
@@ -246,7 +247,7 @@ def test_elements_that_nobody_stored_are_missed(path: Path) -> None:
     manifest = path / "manifest.json"
     root = decode_root(manifest.read_bytes(), str(manifest))
     with open_newest(path) as opened:
-        part = opened.part(1)
+        part = opened._parts[1]
     lost = replace(part, leaves=tuple(leaf for leaf in part.leaves if leaf.name != "a"))
     encoded = encode_part(lost)
     (path / "r00001.json").write_bytes(encoded)
@@ -255,7 +256,9 @@ def test_elements_that_nobody_stored_are_missed(path: Path) -> None:
     with open_newest(path) as opened:
         out = np.zeros((12, 50), np.float32)
         with pytest.raises(everystep.CorruptCheckpoint, match=r"elements \[4:8, 0:50\]") as caught:
-            opened.fetch([BoxRequest("a", Box((0, 0), (12, 50)), Memory(out.ctypes.data, out.nbytes, out))])
+            opened._reader.fetch(
+                [BoxRequest("a", Box((0, 0), (12, 50)), Memory(out.ctypes.data, out.nbytes, out))]
+            )
         assert caught.value.leaf == "a"
         assert opened["a"][:4].tobytes() == STATE["a"][:4].tobytes()
     with pytest.raises(everystep.CorruptCheckpoint, match="200 of its elements are nowhere"):
@@ -293,7 +296,9 @@ def test_reading_in_another_layout_takes_no_more_than_windows(
     out = np.zeros((2048, 1000), np.float32)
     with open_newest(tmp_path / "c") as opened:
         tracemalloc.start()
-        opened.fetch([BoxRequest("w", Box((0, 100), (2048, 1000)), Memory(out.ctypes.data, out.nbytes, out))])
+        opened._reader.fetch(
+            [BoxRequest("w", Box((0, 100), (2048, 1000)), Memory(out.ctypes.data, out.nbytes, out))]
+        )
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert np.array_equal(out, array[:, 100:1100])

@@ -15,8 +15,10 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.state import LeafMeta, Restore, Sharding
+from everystep.store.read.checkpoint import open_newest
 from everystep.store.read.requests import box_requests
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.restoring import compare_target
+from everystep.store.read.selection import select_state
 from support.worlds.several_ranks import Own, write_several
 from support.worlds.simulated_worlds import Array, local_array, random_state
 
@@ -74,7 +76,7 @@ def test_the_whole_state_is_that_of_all_ranks(path: Path) -> None:
 
 def test_what_an_open_checkpoint_tells(path: Path) -> None:
     with open_newest(path) as opened:
-        assert set(opened.metas) == {"m.first", "m.last", "shared"}
+        assert set(opened._parts.metas) == {"m.first", "m.last", "shared"}
         assert opened.values == {"step": 5, "note": "stage 1", "mine.rank": 0}
         assert dict(opened.aliases) == {"m.tied": "m.first"}
         assert opened.leaves["m.tied"].alias_of == "m.first"
@@ -85,10 +87,10 @@ def test_what_an_open_checkpoint_tells(path: Path) -> None:
         assert len(opened) == 3 + 1 + 8
         assert opened["@2.again"][1:].tolist() == [1, 2]
         assert opened.read("@*.mine.draws")["@1.mine.draws"].tolist() == [0, 1]
-        assert opened.local(3)["mine"]["rank"] == 3  # type: ignore[index,call-overload]
-        assert opened.local(4) == {}
-        assert opened.part(2).rank == 2
-        assert set(opened.metas_for(1)) == {*opened.metas, "@1.mine.draws"}
+        assert opened._parts.local(3)["mine"]["rank"] == 3  # type: ignore[index,call-overload]
+        assert opened._parts.local(4) == {}
+        assert opened._parts[2].rank == 2
+        assert set(opened._parts.metas_for(1)) == {*opened._parts.metas, "@1.mine.draws"}
         with pytest.raises(KeyError, match="no leaf"):
             opened["m.nothing"]
     assert everystep.verify(path).problems == ()
@@ -100,7 +102,7 @@ def test_only_the_parts_that_are_needed_are_opened(tmp_path: Path) -> None:
         (tmp_path / "c" / f"r{rank:05d}.json").rename(tmp_path / f"{rank}.json")
     (tmp_path / "1.json").rename(tmp_path / "c" / "r00001.json")
     with open_newest(tmp_path / "c") as opened:
-        assert set(opened.metas) == {leaf.name for leaf in LEAVES}
+        assert set(opened._parts.metas) == {leaf.name for leaf in LEAVES}
         assert opened.nbytes == sum(array.nbytes for array in STATE.values())
         assert opened.select("*st") == ["m.first", "m.last"]
         assert opened["m.first"][...].tobytes() == STATE["m.first"].tobytes()
@@ -121,22 +123,26 @@ def test_selected_leaves_of_several_ranks(path: Path) -> None:
         everystep.load(path, select="mind.*")
 
 
+def _selected(opened: everystep.Checkpoint, patterns: str | list[str], rank: int) -> set[str]:
+    return set(select_state(opened._parts, patterns, rank=rank).leaves)
+
+
 def test_one_pattern_selects_what_is_every_ranks_own(path: Path) -> None:
     with open_newest(path) as opened:
         for rank in range(4):
-            assert opened.select("mine.*", rank=rank) == [f"@{rank}.mine.draws"]
+            assert _selected(opened, "mine.*", rank) == {f"@{rank}.mine.draws"}
             into = {"mine": everystep.per_rank({"draws": np.full(rank + 1, -1), "rank": -1, "again": None})}
-            restore = opened.plan_restore(into, "mine.*", rank=rank, strict=False)
+            restore = compare_target(opened._reader, into, "mine.*", rank=rank, strict=False)
             assert restore.fills
         # A rank that is new has nothing of its own; that is no mistake in the pattern.
-        assert opened.select(["mine.*", "shared"], rank=7) == ["shared"]
+        assert _selected(opened, ["mine.*", "shared"], 7) == {"shared"}
 
 
 def test_selecting_ones_own_opens_the_parts_of_no_others(tmp_path: Path) -> None:
     write_several(tmp_path / "c", PLAN, STATE, tree=FIRST, own={rank: own(rank) for rank in (0, 2)})
     (tmp_path / "c" / "r00003.json").unlink()
     with open_newest(tmp_path / "c") as opened:
-        assert opened.select("mine.draws", rank=2) == ["@2.mine.draws"]
+        assert _selected(opened, "mine.draws", 2) == {"@2.mine.draws"}
 
 
 def target() -> dict[str, Any]:
@@ -190,17 +196,21 @@ def test_a_restore_wants_the_boxes_of_its_rank(tmp_path: Path) -> None:
                 local_array(STATE[leaf.name], spread, (rank,)) if rank < 3 else np.zeros((0, 4), np.float32)
             )
             out = np.zeros_like(expected)
-            wanted = box_requests(restore_of(leaf, out, sharding), opened.metas, rank)
-            opened.fetch(wanted)
+            wanted = box_requests(restore_of(leaf, out, sharding), opened._parts.metas, rank)
+            opened._reader.fetch(wanted)
             assert out.tobytes() == expected.tobytes()
         box = Box((1, 2), (3, 2))
         out = np.zeros((3, 2), np.float32)
-        opened.fetch(box_requests(restore_of(leaf, out, Sharding(leaf.shape, box=box)), opened.metas, 0))
+        opened._reader.fetch(
+            box_requests(restore_of(leaf, out, Sharding(leaf.shape, box=box)), opened._parts.metas, 0)
+        )
         assert out.tobytes() == STATE[leaf.name][1:4, 2:4].tobytes()
-        (whole_one,) = box_requests(restore_of(leaf, np.zeros((7, 4), np.float32), None), opened.metas, 0)
+        (whole_one,) = box_requests(
+            restore_of(leaf, np.zeros((7, 4), np.float32), None), opened._parts.metas, 0
+        )
         assert whole_one.box == whole((7, 4))
         with pytest.raises(everystep.UnsupportedState, match=r"torch\.chunk"):
-            box_requests(restore_of(leaf, np.zeros((5, 4), np.float32), sharding), opened.metas, 0)
+            box_requests(restore_of(leaf, np.zeros((5, 4), np.float32), sharding), opened._parts.metas, 0)
 
 
 def test_a_layout_of_another_world_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.store import verify
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from support.processes.command import damage_leaf
 from support.worlds.several_ranks import write_several
 
@@ -39,12 +39,12 @@ def taken_once_open(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Retention takes a checkpoint away as soon as it was opened."""
     take: Callable[[Path], None] = request.param
 
-    class Taken(StoredCheckpoint):
-        def __init__(self, path: str, tuning: Tuning) -> None:
-            super().__init__(path, tuning)
-            take(Path(path))
+    def open_and_take(path: str, tuning: Tuning) -> Checkpoint:
+        opened = open_checkpoint(path, tuning)
+        take(Path(path))
+        return opened
 
-    monkeypatch.setattr("everystep.store.read.verify.StoredCheckpoint", Taken)
+    monkeypatch.setattr("everystep.store.read.verify.open_checkpoint", open_and_take)
 
 
 @pytest.mark.usefixtures("taken_once_open")

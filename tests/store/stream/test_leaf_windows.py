@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everystep
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 from everystep.store.stream.leaf_windows import Extent, WindowReader, windows
 
 EXTENTS = st.lists(

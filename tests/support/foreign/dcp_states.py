@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from everystep.integrations.dcp import Reader, Writer
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 
 
 class Odd:
@@ -108,7 +108,7 @@ def load(state: dict[str, Any], path: Path | str, **options: Any) -> dict[str, A
 def flip_in(shard: Path, leaf: str) -> None:
     """Damages a leaf in a file, by one bit."""
     with open_newest(shard.parent) as checkpoint:
-        stored = {entry.name: entry for entry in checkpoint.part(int(shard.name[1:6])).leaves}[leaf]
+        stored = {entry.name: entry for entry in checkpoint._parts[int(shard.name[1:6])].leaves}[leaf]
     data = bytearray(shard.read_bytes())
     data[stored.fragments[0].offset + stored.fragments[0].nbytes // 2] ^= 1
     shard.write_bytes(data)

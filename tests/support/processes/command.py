@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import everystep
 from everystep.cli.app import app
-from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.read.checkpoint import open_newest
 
 SHARD = "r00000.v0.safetensors"
 
@@ -88,7 +88,7 @@ def damage_manifest(checkpoint: Path) -> None:
 
 def damage_leaf(checkpoint: Path, name: str) -> None:
     with open_newest(checkpoint) as opened:
-        leaf = next(leaf for leaf in opened.root.part.leaves if leaf.name == name)
+        leaf = next(leaf for leaf in opened._parts.root.part.leaves if leaf.name == name)
     flip(checkpoint / SHARD, leaf.fragments[0].offset)
 
 

@@ -11,7 +11,7 @@ from everystep.inspect.view.budget import Budget
 from everystep.inspect.view.disks import volume_of
 from everystep.inspect.view.leaf_samples import LeafSample, sample_leaves
 from everystep.inspect.view.words import shortened, shown_path
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_newest
 
 MAX_VALUES = 500
 MAX_RANKS = 512
@@ -94,13 +94,13 @@ def contents(path: str | os.PathLike[str], *, budget: Budget | None = None) -> C
         before = 0 if budget is None else budget.spent_nbytes
         samples = {} if budget is None else sample_leaves(checkpoint, names, budget)
         values = list(checkpoint.values.items())
-        parts = list(checkpoint.parts)
+        parts = list(checkpoint._parts)
         return Contents(
             path=shown_path(checkpoint.path),
             step=checkpoint.step,
             created=checkpoint.created,
             id=checkpoint.id,
-            format=checkpoint.root.format,
+            format=checkpoint._parts.root.format,
             world=checkpoint.world,
             nbytes=checkpoint.nbytes,
             stored_nbytes=checkpoint.stored_nbytes,
@@ -114,7 +114,7 @@ def contents(path: str | os.PathLike[str], *, budget: Budget | None = None) -> C
             all_values=len(values),
             writers=tuple(_writer(part, checkpoint.id) for part in parts[:MAX_RANKS]),
             all_writers=len(parts),
-            facts=tuple((name, shortened(fact)) for name, fact in checkpoint.facts.items()),
+            facts=tuple((name, shortened(fact)) for name, fact in checkpoint._facts.items()),
         )
 
 
@@ -137,8 +137,8 @@ def samples_of(
         return found
 
 
-def _columns(checkpoint: StoredCheckpoint, names: list[str], samples: dict[str, LeafSample]) -> LeafColumns:
-    infos = [checkpoint.leaves[name] for name in names]
+def _columns(checkpoint: Checkpoint, names: list[str], samples: dict[str, LeafSample]) -> LeafColumns:
+    infos = [checkpoint._parts.leaf_infos[name] for name in names]
     return LeafColumns(
         name=tuple(names),
         dtype=tuple(info.dtype for info in infos),

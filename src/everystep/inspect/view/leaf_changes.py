@@ -21,7 +21,7 @@ from everystep.inspect.view.leaf_samples import numeric, read_samples, short
 from everystep.inspect.view.words import shown_path, shown_value
 from everystep.state import Node
 from everystep.store import LeafInfo
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.read.checkpoint import Checkpoint, open_newest
 
 Change = Literal["same", "changed", "alike", "unread", "only_a", "only_b", "kind"]
 """`same`: equal checksums. `changed`: elements differ. `alike`: no element of the sample differs. `unread`:
@@ -98,41 +98,42 @@ def leaf_changes(
         )
 
 
-def _leaves(a: StoredCheckpoint, b: StoredCheckpoint, budget: Budget) -> Iterator[ChangedLeaf]:
+def _leaves(a: Checkpoint, b: Checkpoint, budget: Budget) -> Iterator[ChangedLeaf]:
     sums_a, sums_b = _checksums(a), _checksums(b)
     order = leaf_order(b)
-    common = {name: None for name in order if name in a and _kind(a.leaves[name]) == _kind(b.leaves[name])}
+    infos_a, infos_b = a._parts.leaf_infos, b._parts.leaf_infos
+    common = {name: None for name in order if name in a and _kind(infos_a[name]) == _kind(infos_b[name])}
     same = {name for name in common if sums_a.get(name) and sums_a[name] == sums_b.get(name)}
-    to_read = [name for name in common if name not in same and a.leaves[name].alias_of is None]
-    seen = _sampled(a, b, numeric(b.leaves, to_read), budget)
+    to_read = [name for name in common if name not in same and a._parts.leaf_infos[name].alias_of is None]
+    seen = _sampled(a, b, numeric(b._parts.leaf_infos, to_read), budget)
     for name in order:
-        info = b.leaves[name]
+        info = b._parts.leaf_infos[name]
         count = math.prod(info.shape)
         if name not in a:
             yield ChangedLeaf(name, "only_b", count)
         elif name not in common:
-            other = a.leaves[name]
+            other = a._parts.leaf_infos[name]
             kinds = (f"{one.dtype} [{', '.join(map(str, one.shape))}]" for one in (other, info))
             yield ChangedLeaf(name, "kind", count, text=" \N{RIGHTWARDS ARROW} ".join(kinds))
         elif name in same or not count:
             yield ChangedLeaf(name, "same", count)
         else:
-            alias = info.alias_of if info.alias_of == a.leaves[name].alias_of else None
+            alias = info.alias_of if info.alias_of == a._parts.leaf_infos[name].alias_of else None
             found = seen.get(alias or name) or ChangedLeaf(name, "unread", count)
             yield structs.replace(found, name=name, tied=alias)
     for name in leaf_order(a):
         if name not in b:
-            yield ChangedLeaf(name, "only_a", math.prod(a.leaves[name].shape))
+            yield ChangedLeaf(name, "only_a", math.prod(a._parts.leaf_infos[name].shape))
 
 
 def _kind(info: LeafInfo) -> tuple[str, tuple[int, ...]]:
     return info.dtype, info.shape
 
 
-def _checksums(checkpoint: StoredCheckpoint) -> dict[str, object]:
+def _checksums(checkpoint: Checkpoint) -> dict[str, object]:
     """Of every leaf, by name: the checksums of its fragments, or None where a fragment has none."""
     found: dict[str, dict[object, str] | None] = {}
-    for part in checkpoint.parts:
+    for part in checkpoint._parts:
         for leaf in part.leaves:
             for fragment in leaf.fragments:
                 known = found.setdefault(leaf.name, {})
@@ -142,18 +143,16 @@ def _checksums(checkpoint: StoredCheckpoint) -> dict[str, object]:
                     known[fragment.start, fragment.shape, part.chunk_nbytes] = fragment.chunks
                 else:
                     found[leaf.name] = None
-    return {name: found.get(info.alias_of or name) for name, info in checkpoint.leaves.items()}
+    return {name: found.get(info.alias_of or name) for name, info in checkpoint._parts.leaf_infos.items()}
 
 
-def _sampled(
-    a: StoredCheckpoint, b: StoredCheckpoint, names: list[str], budget: Budget
-) -> dict[str, ChangedLeaf]:
+def _sampled(a: Checkpoint, b: Checkpoint, names: list[str], budget: Budget) -> dict[str, ChangedLeaf]:
     """Both checkpoints are read in step, so the first takes from the budget for both."""
     allowed = Budget(budget.seconds_left, max((budget.nbytes - budget.spent_nbytes) // 2, 0))
     mirror = Budget(seconds=float("inf"), nbytes=2**63)
     found = {}
     for left, right in zip(read_samples(a, names, allowed), read_samples(b, names, mirror), strict=False):
-        info = b.leaves[left.name]
+        info = b._parts.leaf_infos[left.name]
         mine, other = values(info.dtype, left.data), values(info.dtype, right.data)
         assert mine is not None
         assert other is not None

@@ -18,7 +18,7 @@ from everystep.format.dtypes import itemsize
 from everystep.inspect.element_values import Array, values
 from everystep.inspect.view.budget import Budget
 from everystep.store import LeafInfo
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.leaf_windows import Bytes, Span, WindowReader
 
 SAMPLE_NBYTES = 256 << 10
@@ -65,13 +65,11 @@ class SampledBytes:
     whole: bool
 
 
-def sample_leaves(
-    checkpoint: StoredCheckpoint, names: Sequence[str], budget: Budget
-) -> dict[str, LeafSample]:
+def sample_leaves(checkpoint: Checkpoint, names: Sequence[str], budget: Budget) -> dict[str, LeafSample]:
     """What leaves look like, as far as the budget goes. Without those that hold no numbers."""
     found = {}
-    for taken in read_samples(checkpoint, numeric(checkpoint.leaves, names), budget):
-        info = checkpoint.leaves[taken.name]
+    for taken in read_samples(checkpoint, numeric(checkpoint._parts.leaf_infos, names), budget):
+        info = checkpoint._parts.leaf_infos[taken.name]
         numbers = values(info.dtype, taken.data)
         if numbers is not None:
             found[taken.name] = look_at(numbers, taken.whole)
@@ -90,15 +88,13 @@ def numeric(leaves: Mapping[str, LeafInfo], names: Sequence[str]) -> list[str]:
     ]
 
 
-def read_samples(
-    checkpoint: StoredCheckpoint, names: Sequence[str], budget: Budget
-) -> Iterator[SampledBytes]:
+def read_samples(checkpoint: Checkpoint, names: Sequence[str], budget: Budget) -> Iterator[SampledBytes]:
     """The samples of leaves in this order, until the budget is spent."""
     reader = WindowReader(checkpoint)
     batch: list[tuple[str, tuple[Span, ...]]] = []
     nbytes = 0
     for name in names:
-        info = checkpoint.leaves[name]
+        info = checkpoint._parts.leaf_infos[name]
         spans = stretches(info.nbytes, itemsize(info.dtype), len(batch))
         if not budget.take(_cost(spans)):
             break

@@ -35,7 +35,7 @@ from everystep.inspect.view.timeline import Timeline, timeline
 from everystep.inspect.view.words import shown_path
 from everystep.store import VerifyReport, is_checkpoint, resolve
 from everystep.store.names import is_step_name
-from everystep.store.read.stored_checkpoint import open_any
+from everystep.store.read.checkpoint import open_any
 
 MAX_CHECKPOINTS = 2_000
 
@@ -302,7 +302,7 @@ def _volumes(known: _Known) -> Mapping[str, int]:
         found: dict[str, int] = {}
         try:
             with open_any(known.entry.path) as checkpoint:
-                for part in checkpoint.parts:
+                for part in checkpoint._parts:
                     for file in part.files:
                         if file.volume is not None:
                             volume = volume_of(file.volume, checkpoint.id)

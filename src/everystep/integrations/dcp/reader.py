@@ -20,8 +20,8 @@ from everystep.integrations.dcp.ignored_arguments import refuse_extensions
 from everystep.integrations.dcp.paths import path_of, valid_path
 from everystep.state import LeafMeta, empty, leaf_names
 from everystep.state.torch_arrays import destination, torch_dtype
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from everystep.store.read.requests import BoxRequest
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.universal.dcp.record import Entries, Properties, entries_of
 from everystep.universal.dcp.values import Pickler
 
@@ -59,7 +59,7 @@ class _Here(local):
     """What a thread loads. It goes with the thread: DCP does not tell a reader that a load has failed."""
 
     asked: str | None = None
-    opened: tuple[StoredCheckpoint, Entries] | None = None
+    opened: tuple[Checkpoint, Entries] | None = None
     failed: Exception | None = None
 
     def __reduce__(self) -> tuple[type[_Here], tuple[()]]:
@@ -126,7 +126,7 @@ class Reader(StorageReader):
             raise ValueError("no path: give one to Reader(path), or to DCP as checkpoint_id=")
         try:
             checkpoint = _open(path)
-            entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
+            entries = entries_of(checkpoint._parts.tree, checkpoint._parts.manifest_path)
             _check_bytes(checkpoint, entries)
             here.opened = checkpoint, entries
             return _metadata(checkpoint, entries, self._load_id)
@@ -183,9 +183,9 @@ class Reader(StorageReader):
             opened[0].close()
 
 
-def _open(path: str) -> StoredCheckpoint:
+def _open(path: str) -> Checkpoint:
     try:
-        return StoredCheckpoint(path)
+        return open_checkpoint(path)
     except IncompleteCheckpoint:
         if not os.path.exists(os.path.join(path, ".metadata")):
             raise
@@ -194,16 +194,18 @@ def _open(path: str) -> StoredCheckpoint:
         ) from None
 
 
-def _check_bytes(checkpoint: StoredCheckpoint, entries: Entries) -> None:
+def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
     """Memory for them is of this type and shape: what is not must not be read to it."""
-    metas = checkpoint.metas
+    metas = checkpoint._parts.metas
     for name in entries.bytes:
         meta = metas.get(name)
         if meta is None or meta.dtype != "U8" or len(meta.shape) != 1:
-            raise CorruptCheckpoint("not the bytes of an object", path=checkpoint.manifest_path, leaf=name)
+            raise CorruptCheckpoint(
+                "not the bytes of an object", path=checkpoint._parts.manifest_path, leaf=name
+            )
 
 
-def _metadata(checkpoint: StoredCheckpoint, entries: Entries, load_id: str) -> Metadata:
+def _metadata(checkpoint: Checkpoint, entries: Entries, load_id: str) -> Metadata:
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         Metadata,
@@ -214,7 +216,7 @@ def _metadata(checkpoint: StoredCheckpoint, entries: Entries, load_id: str) -> M
     properties = dict(entries.record.properties)
     chunks = _chunks(checkpoint)
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    metas = checkpoint.metas
+    metas = checkpoint._parts.metas
     for name in entries.names:
         if name in entries.values or name in entries.bytes:
             known[name] = BytesStorageMetadata()
@@ -235,11 +237,11 @@ def _metadata(checkpoint: StoredCheckpoint, entries: Entries, load_id: str) -> M
     )
 
 
-def _chunks(checkpoint: StoredCheckpoint) -> dict[str, list[ChunkStorageMetadata]]:
+def _chunks(checkpoint: Checkpoint) -> dict[str, list[ChunkStorageMetadata]]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     found: dict[str, list[ChunkStorageMetadata]] = {}
-    for part in checkpoint.parts:
+    for part in checkpoint._parts:
         for leaf in part.leaves:
             found.setdefault(leaf.name, []).extend(
                 ChunkStorageMetadata(_size(fragment.start), _size(fragment.shape))
@@ -270,13 +272,13 @@ class _Load:
     """One rank's share of a load."""
 
     def __init__(
-        self, checkpoint: StoredCheckpoint, entries: Entries, planner: LoadPlanner, *, verify: bool
+        self, checkpoint: Checkpoint, entries: Entries, planner: LoadPlanner, *, verify: bool
     ) -> None:
         self._checkpoint = checkpoint
         self._entries = entries
         self._planner = planner
         self._verify = verify
-        self._metas = checkpoint.metas
+        self._metas = checkpoint._parts.metas
 
     def run(self, items: Sequence[ReadItem]) -> None:
         from torch.distributed.checkpoint.planner import LoadItemType
@@ -287,7 +289,7 @@ class _Load:
         stored, wanted = self._stored_bytes(objects)
         direct = [fill for fill in fills if fill.where is not None]
         wanted += [BoxRequest(fill.meta.name, fill.box, fill.where) for fill in direct]
-        self._checkpoint.fetch(wanted, verify=self._verify)
+        self._checkpoint._reader.fetch(wanted, verify=self._verify)
         self._commit(direct)
         self._read_beside([fill for fill in fills if fill.where is None])
         pickler = Pickler()
@@ -299,8 +301,8 @@ class _Load:
 
     def _pickled(self, pickler: Pickler, name: str) -> io.BytesIO:
         node = self._entries.values[name]
-        arrays, wanted = self._checkpoint.fresh(leaf_names(node), "numpy")
-        self._checkpoint.fetch(wanted, verify=self._verify)
+        arrays, wanted = self._checkpoint._reader.fresh(leaf_names(node), "numpy")
+        self._checkpoint._reader.fetch(wanted, verify=self._verify)
         return pickler.bytes_of(node, arrays.__getitem__)
 
     def _fill(self, item: ReadItem) -> _Fill:
@@ -344,7 +346,7 @@ class _Load:
                 array, memory = empty(fill.meta.dtype, fill.box.shape, "torch", 0)
                 arrays.append(array)
                 wanted.append(BoxRequest(fill.meta.name, fill.box, memory))
-            self._checkpoint.fetch(wanted, verify=self._verify)
+            self._checkpoint._reader.fetch(wanted, verify=self._verify)
             for fill, array in zip(group, arrays, strict=True):
                 fill.tensor.copy_(array)
             self._commit(group)

@@ -41,7 +41,7 @@ from everystep.store.names import (
     sendable,
 )
 from everystep.store.os_errors import saving
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import open_checkpoint
 
 _PROBE_NBYTES = 16 << 20
 _MAX_LEDGER_NBYTES = 64 << 20
@@ -172,7 +172,7 @@ class Ledger:
 def id_at(path: str) -> str | None:
     """The id of the checkpoint at a path; None when there is none, or it cannot be told."""
     try:
-        with StoredCheckpoint(path) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             return checkpoint.id if CHECKPOINT_ID.fullmatch(checkpoint.id) else None
     except EverystepError:
         return None
@@ -213,8 +213,8 @@ def homes_of(path: str) -> tuple[str | None, set[str]]:
     a manifest may say anything.
     """
     host = socket.gethostname()
-    with StoredCheckpoint(path) as checkpoint:
-        files = [file for part in checkpoint.parts for file in part.files if file.volume is not None]
+    with open_checkpoint(path) as checkpoint:
+        files = [file for part in checkpoint._parts for file in part.files if file.volume is not None]
         own = os.path.join(os.sep, home(path), checkpoint.id)
         here = {file.volume for file in files if file.volume is not None and file.host == host}
         found = {volume for volume in here if CHECKPOINT_ID.fullmatch(checkpoint.id) and volume.endswith(own)}

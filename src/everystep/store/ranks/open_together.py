@@ -10,8 +10,8 @@ from everystep.errors import CheckpointNotFound
 from everystep.store.ranks.consensus import all_or_none, settle
 from everystep.store.ranks.errors import AnotherCheckpoint
 from everystep.store.ranks.transport import Transport
+from everystep.store.read.checkpoint import Checkpoint, open_any
 from everystep.store.read.open import resolve
-from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_any
 
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
@@ -21,14 +21,14 @@ def open_together(
     transport: Transport,
     path: str,
     timeout: float,
-    check: Callable[[StoredCheckpoint], None] | None = None,
+    check: Callable[[Checkpoint], None] | None = None,
     tuning: Tuning = READING,
-) -> StoredCheckpoint:
+) -> Checkpoint:
     """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
 
     `check` may reject it. If a rank finds another checkpoint at that path, all raise.
     """
-    opened: StoredCheckpoint | None = None
+    opened: Checkpoint | None = None
     error: Exception | None = None
     try:
         opened = open_any(path, tuning)
@@ -52,7 +52,7 @@ def open_together(
 
 def open_newest_together(
     transport: Transport, path: str | os.PathLike[str], timeout: float, tuning: Tuning = READING
-) -> StoredCheckpoint:
+) -> Checkpoint:
     """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
     before all have opened it."""
     attempts = 0

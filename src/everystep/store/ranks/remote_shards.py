@@ -29,9 +29,9 @@ from everystep.store.ranks.channel import Channel, Message, carry
 from everystep.store.ranks.exchange import MESSAGE_NBYTES, LocalArray, Span, Spans, cut
 from everystep.store.ranks.replies import all_heard
 from everystep.store.ranks.transport import Transport
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
 from everystep.store.read.shard_reader import MISSING, FragmentRequest, request_range, volume_of
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 _ASKED_AT_ONCE = 50_000
 """Requests in one message."""
@@ -71,7 +71,7 @@ class RemoteShards:
     def __init__(
         self,
         transport: Transport,
-        checkpoint: StoredCheckpoint,
+        checkpoint: Checkpoint,
         channel: Channel,
         timeout: float,
         *,
@@ -122,7 +122,7 @@ class RemoteShards:
             raise desk.error
 
     def _shard(self, read: FileReads) -> Shard:
-        file = self._checkpoint.part(read.rank).files[read.file]
+        file = self._checkpoint._parts[read.rank].files[read.file]
         path = os.path.join(file.volume or "", file.name)
         return Shard(read.rank, read.file, path, file.host or "")
 
@@ -170,7 +170,7 @@ class RemoteShards:
         """What this rank asks of whom, and where it goes; cut so that each can be verified by itself."""
         for read in self._unseen:
             reader = self._readers[read.rank, read.file]
-            chunk = self._checkpoint.part(read.rank).chunk_nbytes
+            chunk = self._checkpoint._parts[read.rank].chunk_nbytes
             most = chunk * max(1, MESSAGE_NBYTES // chunk)
             for request in sorted(read.requests, key=lambda request: request.piece.offset):
                 place = _place(request)
@@ -201,7 +201,7 @@ class RemoteShards:
 class _Desk:
     """Reads for other ranks. The first error is kept, and the bytes are then no matter."""
 
-    def __init__(self, checkpoint: StoredCheckpoint, *, verify: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
         self._checkpoint = checkpoint
         self._verify = verify
         self._last: tuple[tuple[Asked, ...], Bytes] | None = None
@@ -230,13 +230,13 @@ class _Desk:
             in_files.setdefault((item.part, item.file), []).append(self._request(item, where))
             at += item.nbytes
         for (rank, file), requests in in_files.items():
-            reader = self._checkpoint.reader(rank)
+            reader = self._checkpoint._reader.shards(rank)
             for problem in reader.file_problems(file, requests, verify=self._verify, whole=False):
                 raise problem.error()
 
     def _request(self, item: Asked, where: Memory) -> FragmentRequest:
-        part = self._checkpoint.part(item.part)
-        leaf = self._checkpoint.parts.leaves_of(item.part).get(item.leaf)
+        part = self._checkpoint._parts[item.part]
+        leaf = self._checkpoint._parts.leaves_of(item.part).get(item.leaf)
         for fragment in () if leaf is None else leaf.fragments:
             start = item.offset - fragment.offset
             if fragment.file == item.file and 0 <= start <= fragment.nbytes - item.nbytes:

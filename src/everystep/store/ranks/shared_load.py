@@ -40,15 +40,15 @@ from everystep.store.ranks.remote_shards import RemoteShards
 from everystep.store.ranks.replies import ranks_in_words
 from everystep.store.ranks.subgroup import renumber_targets
 from everystep.store.ranks.transport import Transport
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
 from everystep.store.read.requests import BoxRequest, box_requests, boxes_of_targets
-from everystep.store.read.restore_warnings import Unrestored
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.restoring import Unrestored, compare_target
 
 
 def load_together(
     transport: Transport,
-    checkpoint: StoredCheckpoint,
+    checkpoint: Checkpoint,
     into: object,
     *,
     select: str | Iterable[str] | None = None,
@@ -107,7 +107,7 @@ class _Load:
     def __init__(
         self,
         transport: Transport,
-        checkpoint: StoredCheckpoint,
+        checkpoint: Checkpoint,
         timeout: float,
         channel: Channel | None,
         rename: Callable[[str], str] | None,
@@ -152,21 +152,11 @@ class _Load:
 
     def _compare(self, into: object, select: str | Iterable[str] | None, strict: bool) -> Restore:
         checkpoint, rank = self._checkpoint, self._transport.rank
-        checkpoint.fit_to(into)
-        only = None if select is None else checkpoint.selection(select, rank=rank)
-        self._metas = checkpoint.metas_for(rank)
-        self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}
-        restore = Restore(
-            into,
-            checkpoint.tree,
-            self._metas,
-            self._aliases,
-            only,
-            local=checkpoint.local(rank),
-            shared=True,
-            alike=checkpoint.alike,
-            rename=self._rename,
-            strict=strict,
+        checkpoint._fit_to(into)
+        self._metas = checkpoint._parts.metas_for(rank)
+        self._aliases = checkpoint._parts.aliases_for(rank)
+        restore = compare_target(
+            checkpoint._reader, into, select, rank=rank, shared=True, strict=strict, rename=self._rename
         )
         renumber_targets(restore, self._transport.subgroup)
         return restore
@@ -209,7 +199,7 @@ class _Load:
             sharding, shape = restore.parts.get(key, (None, meta.shape))
             wanted = seen(meta.name, meta.dtype, shape, meta.framework, sharding)
             into_place.append(_Wish(key, wanted, LocalArray(where, shape, itemsize(meta.dtype))))
-        fresh, fills = self._checkpoint.fresh(restore.fresh)
+        fresh, fills = self._checkpoint._reader.fresh(restore.fresh)
         into_fresh: list[_Wish] = []
         for fill in fills:
             meta = self._meta(fill.leaf)
@@ -225,7 +215,7 @@ class _Load:
         if self._channel is None:
             return Sharing((), self._transport.topology, self._transport.rank, places)
         # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
-        common = self._checkpoint.metas
+        common = self._checkpoint._parts.metas
         view = tuple(wanted for wanted in places if wanted.name in common)
         views = exchange_views(self._transport, view, self._timeout, "load/views")
         return Sharing(common_wishes(views), self._transport.topology, self._transport.rank, places)
@@ -238,20 +228,20 @@ class _Load:
         failed: Exception | None = None
         try:
             wanted = [*sharing.reads(), *self._own_reads(restore, wishes, sharing)]
-            reads = [] if checkpoint.parts.stored_whole else checkpoint.reads(wanted, verify=verify)
+            reads = [] if checkpoint._parts.stored_whole else checkpoint._reader.reads(wanted, verify=verify)
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error
         elsewhere: RemoteShards | None = None
-        if self._channel is not None and not checkpoint.parts.stored_whole:
+        if self._channel is not None and not checkpoint._parts.stored_whole:
             elsewhere = RemoteShards(self._transport, checkpoint, self._channel, self._timeout, verify=verify)
             reads = elsewhere.keep(reads)
         with all_or_none(self._transport, "load/read", self._timeout):
             if failed is not None:
                 raise failed
-            if checkpoint.parts.stored_whole:
-                checkpoint.fetch(wanted, verify=verify)
+            if checkpoint._parts.stored_whole:
+                checkpoint._reader.fetch(wanted, verify=verify)
             else:
-                checkpoint.carry_out(reads, verify=verify)
+                checkpoint._reader.carry_out(reads, verify=verify)
         if elsewhere is not None and elsewhere.is_distributed:
             with all_or_none(self._transport, "load/elsewhere", self._timeout):
                 elsewhere.transfer()
@@ -284,7 +274,7 @@ class _Load:
         """Warns of what has not been restored. Rank 0 warns of what concerns all ranks."""
         rank, world, saved = self._transport.rank, self._transport.world, self._checkpoint.world
         leads = rank == 0
-        beyond = self._checkpoint.local(0) if leads and saved > world and not selected else {}
+        beyond = self._checkpoint._parts.local(0) if leads and saved > world and not selected else {}
         unrestored = Unrestored.of(restore, mismatch if leads else restore.mismatch, beyond)
         unrestored.warn(self._checkpoint.path, rank, world, saved)
 

@@ -28,7 +28,7 @@ def recognises(path: str) -> bool:
 
 
 def open_foreign(path: str, tuning: Any) -> Any:
-    """A `StoredCheckpoint` of what another system wrote; None if there is nothing that is known."""
+    """A `Checkpoint` of what another system wrote; None if there is nothing that is known."""
     readers = _readers()
     return readers.open_foreign(path, tuning) if readers.recognises(path) else None
 

@@ -1,12 +1,11 @@
 """Bytes of leaves, from the files of a checkpoint into fresh arrays or memory that a caller has.
 
 It knows leaves and files. What the leaves mean (the tree, the values, a target to restore) is left to
-`stored_checkpoint`.
+`checkpoint` and `restoring`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ from msgspec import structs
 
 from everystep.engine import ALIGNMENT, Memory, Tuning
 from everystep.errors import LeafNotFound, UnsupportedState
-from everystep.format.dtypes import itemsize
 from everystep.format.geometry import whole
 from everystep.format.records import Leaf
-from everystep.state import Framework, FreshArrays, LeafMeta, check_framework, empty
+from everystep.state import Framework, FreshArrays, check_framework, empty
 from everystep.store.read.file_access import FileAccess
 from everystep.store.read.gather import FileReads, fetch, plan_fetch
-from everystep.store.read.parts import Parts, local_rank
+from everystep.store.read.parts import Parts
 from everystep.store.read.requests import BoxRequest
 from everystep.store.read.shard_reader import ShardReader, whole_leaf
 
@@ -29,13 +27,15 @@ _BATCH_NBYTES = 256 << 20
 
 
 class LeafReader:
-    """Reads the leaves of `parts`, whose files `hold` gives access to."""
+    """Reads the leaves of `parts`, whose files `hold` gives access to.
 
-    def __init__(self, hold: FileAccess, parts: Parts, tuning: Tuning) -> None:
-        self.path = hold.path
+    `tuning`: how it reads; whatever belongs to the same work should be read so, too.
+    """
+
+    def __init__(self, parts: Parts, hold: FileAccess, tuning: Tuning) -> None:
         self.parts = parts
-        self._hold = hold
-        self._tuning = tuning
+        self.tuning = tuning
+        self.hold = hold
 
     def fetch(
         self,
@@ -54,11 +54,11 @@ class LeafReader:
 
     def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
         """What has to be read, file by file, to fill the destinations of boxes of leaves."""
-        metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
+        metas = {name: self.parts.meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
         wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
         metas = {meta.name: meta for meta in metas.values()}
         boxes = [(want.leaf, want.box) for want in wanted]
-        return plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)
+        return plan_fetch(self.parts.holding(boxes), wanted, metas, self.parts.path, verify=verify)
 
     def carry_out(
         self,
@@ -68,7 +68,7 @@ class LeafReader:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Reads out of files what `reads` says."""
-        fetch(reads, self.reader, verify=verify, progress=progress)
+        fetch(reads, self.shards, verify=verify, progress=progress)
 
     def _fetch_whole(
         self, wanted: Sequence[BoxRequest], *, verify: bool, progress: Callable[[int], None] | None
@@ -81,7 +81,7 @@ class LeafReader:
             if leaf is None or want.box.shape != leaf.shape or want.leaf in leaves:
                 return False
             leaves[want.leaf] = leaf
-        reader, whole = self.reader(0), len(leaves) == len(stored)
+        reader, whole = self.shards(0), len(leaves) == len(stored)
         if all(
             type(want.destination) is Memory
             and want.destination.nbytes == leaves[want.leaf].fragments[0].nbytes
@@ -105,7 +105,7 @@ class LeafReader:
         """
         if framework is not None:
             check_framework(framework)
-        metas = {name: self._meta(name) for name in names}
+        metas = {name: self.parts.meta(name) for name in names}
         residues = self.parts.residues(metas.values(), ALIGNMENT)
         arrays: dict[str, Any] = {}
         wanted: list[BoxRequest] = []
@@ -118,17 +118,21 @@ class LeafReader:
             wanted.append(BoxRequest(meta.name, whole(meta.shape), memory))
         return arrays, wanted
 
-    def _read_fresh(
+    def read_fresh(
         self,
         names: Sequence[str],
-        framework: Framework | None,
+        framework: Framework | None = None,
+        device: Any = None,
         *,
-        verify: bool,
+        verify: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
+        """Leaves as new arrays, by the names given. `device`: where tensors go."""
+        if device is not None:
+            return self._read_to_device(names, framework, device, verify=verify)
         if self.parts.stored_whole:
             return self._read_whole(names, framework, verify=verify, progress=progress)
-        stored = {name: self._meta(name).name for name in names}
+        stored = {name: self.parts.meta(name).name for name in names}
         arrays, wanted = self.fresh(dict.fromkeys(stored.values()), framework)
         self.fetch(wanted, verify=verify, progress=progress)
         return {name: arrays[stored[name]] for name in names}
@@ -141,11 +145,11 @@ class LeafReader:
         verify: bool,
         progress: Callable[[int], None] | None,
     ) -> dict[str, Any]:
-        """`_read_fresh` where one process stored every leaf in one piece: with little work for each."""
+        """`read_fresh` where one process stored every leaf in one piece: with little work for each."""
         if framework is not None:
             check_framework(framework)
         stored = self.parts.leaves_of(0)
-        aliases = {**self.parts.aliases, **self.parts.local_aliases(0)}
+        aliases = self.parts.aliases_for(0)
         arrays: dict[str, Any] = {}
         leaves: list[Leaf] = []
         addresses: list[int] = []
@@ -153,7 +157,7 @@ class LeafReader:
         for name in names:
             leaf = stored.get(aliases.get(name, name) if aliases else name)
             if leaf is None:
-                raise self._no_leaf(name)
+                raise LeafNotFound(self.parts.no_leaf(name))
             if leaf.name not in arrays:
                 (fragment,) = leaf.fragments
                 try:
@@ -168,7 +172,7 @@ class LeafReader:
                     raise UnsupportedState(f"{leaf.name}: {error}") from error
                 leaves.append(leaf)
                 addresses.append(address)
-        self.reader(0).read_whole_leaves(
+        self.shards(0).read_whole_leaves(
             leaves, addresses, verify=verify, whole=len(leaves) == len(stored), progress=progress
         )
         if not aliases:
@@ -184,8 +188,8 @@ class LeafReader:
         arrays: dict[str, Any] = {}
         moved: dict[str, Any] = {}
         for batch in self._batches(names):
-            for name, array in self._read_fresh(batch, framework, verify=verify).items():
-                meta = self._meta(name)
+            for name, array in self.read_fresh(batch, framework, verify=verify).items():
+                meta = self.parts.meta(name)
                 if meta.name not in moved:  # names of one leaf stay one tensor
                     is_torch = (framework or meta.framework) == "torch"
                     moved[meta.name] = array.to(device) if is_torch else array
@@ -196,7 +200,7 @@ class LeafReader:
         batch: list[str] = []
         nbytes = 0
         for name in names:
-            size = nbytes_of(self._meta(name))
+            size = self.parts.meta(name).nbytes
             if batch and nbytes + size > _BATCH_NBYTES:
                 yield batch
                 batch, nbytes = [], 0
@@ -205,35 +209,26 @@ class LeafReader:
         if batch:
             yield batch
 
-    def _no_leaf(self, name: str) -> LeafNotFound:
-        return LeafNotFound(f"{self.path} has no leaf {name!r}; `everystep show` lists them")
+    def alike(self, one: str, other: str) -> bool:
+        """Whether two leaves have the same bytes: by their checksums, if they are stored in like pieces."""
+        metas = self.parts.meta(one), self.parts.meta(other)
+        if (metas[0].dtype, metas[0].shape) != (metas[1].dtype, metas[1].shape):
+            return False
+        pieces = [self.parts.checksums(meta) for meta in metas]
+        if pieces[0].keys() == pieces[1].keys() and any(pieces[0].values()):
+            return pieces[0] == pieces[1]
+        arrays = self.read_fresh([one, other], "numpy")
+        return bool(arrays[one].tobytes() == arrays[other].tobytes())
 
-    @property
-    def tuning(self) -> Tuning:
-        """How it is read: others of the same work are to be read so, too."""
-        return self._tuning
+    def close(self) -> None:
+        """Releases the files."""
+        self.hold.close()
 
     @property
     def window_nbytes(self) -> int:
         """What one read has in memory at most, beside its destinations."""
-        return self._tuning.window_nbytes * self._tuning.depth
+        return self.tuning.window_nbytes * self.tuning.depth
 
-    def reader(self, rank: int) -> ShardReader:
+    def shards(self, rank: int) -> ShardReader:
         """The shards of a rank."""
-        return ShardReader(self.parts[rank], self._hold, self._tuning)
-
-    def _meta(self, name: str) -> LeafMeta:
-        """Of a leaf, under any of its names."""
-        if not isinstance(name, str):
-            raise TypeError(f"leaves are named by strings, not by {type(name).__name__}: {name!r}")
-        found = self.parts.metas.get(self.parts.aliases.get(name, name))
-        rank = local_rank(name)
-        if found is None and rank is not None:
-            found = self.parts.local_metas(rank).get(self.parts.local_aliases(rank).get(name, name))
-        if found is None:
-            raise self._no_leaf(name)
-        return found
-
-
-def nbytes_of(meta: LeafMeta) -> int:
-    return math.prod(meta.shape) * itemsize(meta.dtype)
+        return ShardReader(self.parts[rank], self.hold, self.tuning)

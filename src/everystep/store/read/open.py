@@ -123,12 +123,12 @@ def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
     return use(resolve(path))
 
 
-def open_checkpoint(path: str) -> tuple[ReaderLock, Root]:
+def hold_checkpoint(path: str) -> tuple[ReaderLock, Root]:
     """Holds a checkpoint and reads its manifest. Tries again if it is being replaced."""
     return patiently(lambda: _open(path))
 
 
-def open_uncommitted(path: str) -> tuple[ReaderLock, Root]:
+def hold_uncommitted(path: str) -> tuple[ReaderLock, Root]:
     """What a writer has sealed and not yet committed, for that writer itself."""
     hold = ReaderLock(path, uncommitted=True)
     try:

@@ -1,4 +1,6 @@
-"""The parts of a checkpoint: what each rank wrote, read when it is first needed, checked, and kept.
+"""What the manifest of a checkpoint says: its parts (what each rank wrote), leaves, tree and values.
+
+Parts are read when they are first needed, checked, and kept.
 
 The root has the part of rank 0 and says which others there are. Where it has a layout, that tells which of
 them hold what a reader wants; otherwise all of them are asked.
@@ -11,35 +13,58 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from msgspec.structs import replace
+from msgspec import structs
 
-from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
-from everystep.format.geometry import Box, TooTangled, disjoint, intersect, whole
+from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, LeafNotFound
+from everystep.format.dtypes import opaque
+from everystep.format.geometry import Box, whole
 from everystep.format.manifest import decode_part
 from everystep.format.records import Leaf, Part, PartRef, Root
 from everystep.plan.description import decode_plan
 from everystep.plan.ranks import WritePlan
-from everystep.state import LeafMeta, Node
+from everystep.state import Framework, LeafMeta, Node, leaf_names, values
 from everystep.state.merging import merge_trees
-from everystep.state.node import leaf_names
+from everystep.state.select import with_keys
 from everystep.store.os_errors import open_stored, patiently, read_up_to, reading
 from everystep.store.read.file_access import FileAccess
 
 _MAX_PINNED = 128
 """Parts whose shards stay within reach even if the checkpoint is replaced: each takes a file descriptor."""
-_MAX_SOURCES = 1 << 22
+MAX_SOURCES = 1 << 22
 """Pieces that a layout is asked about. One that makes more of a request is not worth following."""
 
 
-class Parts:
-    """The parts of the checkpoint that `hold` holds. `where` is the path of its manifest."""
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """A leaf as it is stored.
 
-    def __init__(self, root: Root, hold: FileAccess, where: str) -> None:
-        self._root = root
+    Attributes:
+        dtype: Its element type, by its safetensors name.
+        shape: Its shape.
+        nbytes: The size of its elements.
+        framework: ``"torch"`` or ``"numpy"``: what it was saved from.
+        alias_of: The name of the leaf with which it shares its bytes, if it is another name of that.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    framework: Framework
+    alias_of: str | None = None
+
+
+class Parts:
+    """What the manifest at `manifest_path` says, whose checkpoint `hold` holds; all parts as one state."""
+
+    def __init__(self, root: Root, hold: FileAccess, manifest_path: str) -> None:
+        self.root = root
+        self.path = hold.path
+        self.manifest_path = manifest_path
         self._hold = hold
-        self._where = where
+        self._entries: Collection[str] | None = None
         self._refs = {ref.rank: ref for ref in root.parts}
         self._known: dict[int, Part] = {0: root.part}
         self._by_name: dict[int, dict[str, Leaf]] = {}
@@ -67,30 +92,30 @@ class Parts:
 
     def file_of(self, rank: int) -> str:
         """Where the part of a rank stands."""
-        return os.path.join(self._hold.path, self._refs[rank].file) if rank else self._where
+        return os.path.join(self._hold.path, self._refs[rank].file) if rank else self.manifest_path
 
     @functools.cached_property
     def stored_whole(self) -> bool:
         """Whether one process wrote all to its own directory, every leaf in one piece."""
-        return self._alone and all(len(leaf.fragments) == 1 for leaf in self._root.part.leaves)
+        return self._alone and all(len(leaf.fragments) == 1 for leaf in self.root.part.leaves)
 
     @property
     def _alone(self) -> bool:
         """Whether the one part has been found to have all that the tree refers to."""
-        return self._root.world == 1 and not self._root.layout
+        return self.root.world == 1 and not self.root.layout
 
     @functools.cached_property
     def layout(self) -> WritePlan | None:
         """Who wrote what, if the root says so."""
-        if not self._root.layout:
+        if not self.root.layout:
             return None
-        plan = decode_plan(self._root.layout, self._where)
-        if plan.topology.world != self._root.world:
+        plan = decode_plan(self.root.layout, self.manifest_path)
+        if plan.topology.world != self.root.world:
             raise CorruptCheckpoint(
-                f"a layout of {plan.topology.world} ranks in a checkpoint of {self._root.world}",
-                path=self._where,
+                f"a layout of {plan.topology.world} ranks in a checkpoint of {self.root.world}",
+                path=self.manifest_path,
             )
-        self._check_described(self._root.part, plan)
+        self._check_described(self.root.part, plan)
         return plan
 
     def _check_described(self, part: Part, plan: WritePlan) -> None:
@@ -103,7 +128,7 @@ class Parts:
                 meta = LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)
                 raise CorruptCheckpoint(
                     f"the part of rank {part.rank} says {meta}, the layout something else",
-                    path=self._where,
+                    path=self.manifest_path,
                     leaf=leaf.name,
                 )
 
@@ -141,22 +166,31 @@ class Parts:
 
     @functools.cached_property
     def _with_trees(self) -> list[Part]:
-        found = [self[rank] for rank in (0, *self._root.trees)]
+        found = [self[rank] for rank in (0, *self.root.trees)]
         for part in found[1:]:
             if part.tree is None:
                 reason = f"the part of rank {part.rank} has no tree, where the root says it has"
                 raise CorruptCheckpoint(reason, path=self.file_of(part.rank))
         return found
 
-    @functools.cached_property
+    @property
     def tree(self) -> Node:
-        """The tree of the whole state: those of all ranks that have one of their own, merged."""
-        root: Node = self._root.tree
+        """The state with its arrays taken out, of all ranks together."""
+        return self.merged_tree if self._entries is None else with_keys(self.merged_tree, self._entries)
+
+    def keep_entries(self, keys: Collection[str]) -> None:
+        """Leaves out all other entries of the state, as if they had not been saved."""
+        self._entries = keys
+
+    @functools.cached_property
+    def merged_tree(self) -> Node:
+        """The trees of all ranks that have one of their own, merged."""
+        root: Node = self.root.tree
         if self._alone:
             return root
         tree = merge_trees([root, *(part.tree for part in self._with_trees[1:])])
         if any(name not in self.metas and name not in self.aliases for name in leaf_names(tree)):
-            raise CorruptCheckpoint("the tree refers to a leaf that is not there", path=self._where)
+            raise CorruptCheckpoint("the tree refers to a leaf that is not there", path=self.manifest_path)
         return tree
 
     @functools.cached_property
@@ -182,6 +216,63 @@ class Parts:
         part = self[rank]
         return {alias.name: alias.of for alias in part.aliases if is_local(part, alias.name)}
 
+    def local(self, rank: int) -> dict[str, Node]:
+        """The trees of what belongs to one rank alone, by place; none when there was no such rank."""
+        return dict(self[rank].local) if rank in self else {}
+
+    def metas_for(self, rank: int) -> dict[str, LeafMeta]:
+        """The leaves that a rank can restore: those of all, and its own."""
+        own = self.local_metas(rank)
+        return {**self.metas, **own} if own else self.metas
+
+    def aliases_for(self, rank: int) -> dict[str, str]:
+        """Further names of the leaves that a rank can restore."""
+        own = self.local_aliases(rank)
+        return {**self.aliases, **own} if own else self.aliases
+
+    def meta(self, name: str) -> LeafMeta:
+        """A leaf, under any of its names. `LeafNotFound` if there is none."""
+        if not isinstance(name, str):
+            raise TypeError(f"leaves are named by strings, not by {type(name).__name__}: {name!r}")
+        found = self.metas.get(self.aliases.get(name, name))
+        rank = local_rank(name)
+        if found is None and rank is not None:
+            found = self.local_metas(rank).get(self.local_aliases(rank).get(name, name))
+        if found is None:
+            raise LeafNotFound(self.no_leaf(name))
+        return found
+
+    def no_leaf(self, name: str) -> str:
+        """For an error: that there is no such leaf."""
+        return f"{self.path} has no leaf {name!r}; `everystep show` lists them"
+
+    def has_leaf(self, name: object) -> bool:
+        """Whether there is a leaf of that name. Opens other parts only for a name of a rank's own leaf."""
+        if name in self.metas or name in self.aliases:
+            return True
+        return isinstance(name, str) and local_rank(name) is not None and name in self.leaf_infos
+
+    @functools.cached_property
+    def leaf_infos(self) -> dict[str, LeafInfo]:
+        """Every leaf by name, tied ones and those of single ranks included. Opens every part."""
+        metas, aliases = dict(self.metas), dict(self.aliases)
+        for rank in self.ranks:
+            metas.update(self.local_metas(rank))
+            aliases.update(self.local_aliases(rank))
+        found = {name: _info(meta, None) for name, meta in metas.items()}
+        found.update({name: _info(metas[of], of) for name, of in aliases.items()})
+        return found
+
+    @functools.cached_property
+    def shown_infos(self) -> dict[str, LeafInfo]:
+        """The same for users: `leaf_infos` may have types that no array can have."""
+        return {name: _shown(info) for name, info in self.leaf_infos.items()}
+
+    @functools.cached_property
+    def values(self) -> dict[str, object]:
+        """Everything that is not an array, by dotted name; where every rank has its own, that of rank 0."""
+        return values(self.tree, local=self.local(0), where=self.manifest_path)
+
     def names_for(self, rank: int) -> list[str]:
         """The names of all leaves that a rank can load, tied ones included."""
         own = {**self.local_metas(rank), **self.local_aliases(rank)}
@@ -206,14 +297,14 @@ class Parts:
             stored = self.leaves_of(rank)
             leaves = tuple(stored[name] for name in names if name in stored)
             if leaves:
-                found.append(replace(self[rank], leaves=leaves))
+                found.append(structs.replace(self[rank], leaves=leaves))
         return found
 
     def _writers(self, wanted: Iterable[tuple[str, Box]]) -> Sequence[int]:
-        if self._root.world == 1:
+        if self.root.world == 1:
             return self.ranks
         found: set[int] = set()
-        budget = _MAX_SOURCES
+        budget = MAX_SOURCES
         for name, box in wanted:
             if name not in self.metas:
                 found.add(local_rank(name) or 0)
@@ -243,7 +334,9 @@ class Parts:
                 left[leaf.name] -= sum(math.prod(fragment.shape) for fragment in leaf.fragments)
         for name, count in left.items():
             if count > 0:
-                raise CorruptCheckpoint(f"{count} of its elements are nowhere", path=self._where, leaf=name)
+                raise CorruptCheckpoint(
+                    f"{count} of its elements are nowhere", path=self.manifest_path, leaf=name
+                )
         return {}
 
     def checksums(self, meta: LeafMeta) -> dict[tuple[Box, int], str]:
@@ -254,27 +347,6 @@ class Parts:
             for leaf in part.leaves
             for fragment in leaf.fragments
         }
-
-    def check_agreement(self) -> None:
-        """`CorruptCheckpoint` unless all parts, the tree and the layout fit together. Opens every part.
-
-        Each leaf must be all there, no element of it twice, and described alike by everyone who has some.
-        """
-        boxes: dict[str, dict[int, list[Box]]] = {name: {} for name in self.metas}
-        metas = dict(self.metas)
-        for part in self:
-            metas.update(self.local_metas(part.rank))
-            for leaf in part.leaves:
-                held = [Box(fragment.start, fragment.shape) for fragment in leaf.fragments]
-                boxes.setdefault(leaf.name, {})[part.rank] = held
-        for name, meta in metas.items():
-            try:
-                _check_whole(meta, boxes[name])
-                if self.layout is not None and name in self.metas:
-                    _check_writers(self.layout, meta, boxes[name])
-            except CorruptCheckpoint as error:
-                raise CorruptCheckpoint(error.reason, path=self._where, leaf=name) from None
-        self.tree  # noqa: B018 -- checks that it refers to leaves that are there
 
     def _read(self, ref: PartRef) -> Part:
         shown = os.path.join(self._hold.path, ref.file)
@@ -300,28 +372,6 @@ class Parts:
         return part
 
 
-def _check_whole(meta: LeafMeta, held: Mapping[int, Sequence[Box]]) -> None:
-    boxes = [box for its in held.values() for box in its]
-    try:
-        once = disjoint(boxes)
-    except TooTangled as error:
-        raise CorruptCheckpoint(str(error)) from None
-    if not once:
-        raise CorruptCheckpoint("two ranks have stored the same elements")
-    left = math.prod(meta.shape) - sum(box.volume for box in boxes)
-    if left:
-        raise CorruptCheckpoint(f"{left} of its elements are nowhere")
-
-
-def _check_writers(layout: WritePlan, meta: LeafMeta, held: Mapping[int, Sequence[Box]]) -> None:
-    """Every rank must have stored what a reader will look for in its part."""
-    pieces = itertools.islice(layout.sources(meta.name, whole(meta.shape)), _MAX_SOURCES)
-    for rank, box in pieces:
-        both = (intersect(box, its) for its in held.get(rank, ()))
-        if sum(found.volume for found in both if found is not None) != box.volume:
-            raise CorruptCheckpoint(f"rank {rank} has not stored what the layout says it has")
-
-
 def local_rank(name: str) -> int | None:
     """The rank whose own a leaf of this name may be."""
     if not name.startswith("@"):
@@ -333,3 +383,12 @@ def local_rank(name: str) -> int | None:
 def is_local(part: Part, name: str) -> bool:
     """Whether a leaf belongs to the rank alone. Only a part with state of its own has such leaves."""
     return bool(part.local) and local_rank(name) == part.rank
+
+
+def _info(meta: LeafMeta, alias_of: str | None) -> LeafInfo:
+    return LeafInfo(meta.dtype, meta.shape, meta.nbytes, meta.framework, alias_of)
+
+
+def _shown(info: LeafInfo) -> LeafInfo:
+    known = opaque(info.dtype)
+    return info if known is None else replace(info, dtype=known[0], shape=known[1])

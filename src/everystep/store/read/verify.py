@@ -15,13 +15,14 @@ from everystep.format.records import Part, ShardFile
 from everystep.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from everystep.store.names import MANIFEST
 from everystep.store.options import Options, reading_tuning
-from everystep.store.os_errors import open_stored, reading
+from everystep.store.os_errors import open_stored, reading, shows_damage
 from everystep.store.read import foreign
+from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
+from everystep.store.read.consistency import check_agreement, problems_of_part, problems_of_whole
 from everystep.store.read.listing import is_checkpoint
 from everystep.store.read.open import resolve
+from everystep.store.read.parts import Parts
 from everystep.store.read.shard_reader import VerifyProblem, request_fragment
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
-from everystep.store.read.tree_check import problems_of_part, problems_of_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,57 +64,86 @@ def verify(
         found: VerifyReport = foreign.check(where, progress, tuning)
         return found
     try:
-        checkpoint = StoredCheckpoint(where, tuning)
+        checkpoint = open_checkpoint(where, tuning)
     except OutOfResources:
         raise
     except (CorruptCheckpoint, ReadFailed) as error:
         file = getattr(error, "path", None) or getattr(error, "filename", None) or where
         return VerifyReport(where, None, 0, 0, (VerifyProblem(file, getattr(error, "reason", str(error))),))
     with checkpoint:
+        parts = checkpoint._parts
         problems: list[VerifyProblem] = []
-        files = _Files(checkpoint, where)
+        files = _Files(checkpoint)
         done = 0
-        for rank in checkpoint.parts.ranks:
+        for rank in parts.ranks:
             problems += files.check(rank, None if progress is None else _later(progress, done))
             done = files.nbytes
         if not problems:
-            problems += _disagreements(checkpoint)
+            problems += _disagreements(parts)
             files.unreadable |= bool(problems)
-        misplaced = checkpoint.misplaced()
-        if misplaced is not None:
-            problems.append(VerifyProblem(checkpoint.manifest_path, misplaced))
-        strangers = tuple(sorted(set(checkpoint.names_inside()) - files.names))
+        if checkpoint._misplaced is not None:
+            problems.append(VerifyProblem(parts.manifest_path, checkpoint._misplaced))
+        strangers = tuple(sorted(set(files.inside()) - files.names))
         leaves = 0 if files.unreadable else len(checkpoint)
         every = tuple(dict.fromkeys(problems))
         return VerifyReport(where, checkpoint.step, leaves, files.nbytes, every, strangers, files.number)
 
 
+def visible_damage(checkpoint: Checkpoint, *, far: bool = True) -> VerifyProblem | None:
+    """The damage that shows without reading arrays: a part or shard that is gone, or another.
+
+    `far`: also of shards on volumes of other hosts that cannot be reached from here. Raises `ReadFailed` if
+    the files cannot be examined.
+    """
+    parts = checkpoint._parts
+    if checkpoint._misplaced is not None:
+        return VerifyProblem(parts.manifest_path, checkpoint._misplaced)
+    for rank in parts.ranks:
+        try:
+            parts[rank]
+        except (CorruptCheckpoint, ReadFailed) as error:
+            if not shows_damage(error):
+                raise
+            file = getattr(error, "path", None) or parts.file_of(rank)
+            return VerifyProblem(file, getattr(error, "reason", str(error)))
+        problem = checkpoint._reader.shards(rank).visible_damage(far=far)
+        if problem is not None:
+            return problem
+    return None
+
+
 class _Files:
     """The files of a checkpoint, checked rank by rank."""
 
-    def __init__(self, checkpoint: StoredCheckpoint, where: str) -> None:
-        self._checkpoint = checkpoint
-        self.names = {os.path.basename(checkpoint.manifest_path)}
-        self.names.update(ref.file for ref in checkpoint.root.parts)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._parts = checkpoint._parts
+        self._reader = checkpoint._reader
+        self._directory = checkpoint._reader.hold.directory
+        manifest, refs = os.path.basename(self._parts.manifest_path), self._parts.root.parts
+        self.names = {manifest, *(ref.file for ref in refs)}
         self.nbytes = 0
-        self.number = len(checkpoint.root.parts) + (checkpoint.manifest_path == os.path.join(where, MANIFEST))
+        self.number = len(refs) + (manifest == MANIFEST)
         self.unreadable = False
+
+    def inside(self) -> list[str]:
+        """The names in the directory, even if retention has renamed it; none if retention has removed it."""
+        with reading(self._parts.path):
+            return os.listdir(self._directory)
 
     def check(self, rank: int, progress: Callable[[int], None] | None) -> list[VerifyProblem]:
         try:
-            part = self._checkpoint.part(rank)
+            part = self._parts[rank]
         except OutOfResources:
             raise
         except (CorruptCheckpoint, ReadFailed) as error:
             self.unreadable = True
-            inside = self._checkpoint.names_inside()
-            self.names.update(name for name in inside if _is_shard_of(name, rank))
-            own = self._checkpoint.parts.file_of(rank)
+            self.names.update(name for name in self.inside() if _is_shard_of(name, rank))
+            own = self._parts.file_of(rank)
             return [VerifyProblem(getattr(error, "path", None) or own, getattr(error, "reason", str(error)))]
         self.names.update(file.name for file in part.files if file.volume is None)
         self.number += len(part.files)
         self.nbytes += sum(file.nbytes for file in part.files)
-        reader = self._checkpoint.reader(rank)
+        reader = self._reader.shards(rank)
         requests = [
             request_fragment(leaf.name, fragment, Unkept(fragment.nbytes))
             for leaf in part.leaves
@@ -126,26 +156,26 @@ class _Files:
         except ReadFailed as error:
             problems = [VerifyProblem(os.fsdecode(error.filename), str(error))]
         except CorruptCheckpoint as error:
-            problems = [VerifyProblem(error.path or self._checkpoint.path, error.reason, error.leaf)]
+            problems = [VerifyProblem(error.path or self._parts.path, error.reason, error.leaf)]
         damaged = {problem.file for problem in problems if problem.leaf is None}
         for index, file in enumerate(part.files):
             shown = reader.shown_path(file)
             if shown not in damaged and os.path.exists(reader.path(file)):
                 problems += _header_problems(part, index, file, reader.path(file), shown)
-        return problems + problems_of_part(self._checkpoint, part)
+        return problems + problems_of_part(self._parts, part)
 
 
 def _is_shard_of(name: str, rank: int) -> bool:
     return name.startswith(f"r{rank:05d}.v") and name.endswith(".safetensors")
 
 
-def _disagreements(checkpoint: StoredCheckpoint) -> list[VerifyProblem]:
+def _disagreements(parts: Parts) -> list[VerifyProblem]:
     """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
     try:
-        checkpoint.parts.check_agreement()
-        return problems_of_whole(checkpoint)
+        check_agreement(parts)
+        return problems_of_whole(parts)
     except CorruptCheckpoint as error:
-        return [VerifyProblem(error.path or checkpoint.manifest_path, error.reason, error.leaf)]
+        return [VerifyProblem(error.path or parts.manifest_path, error.reason, error.leaf)]
 
 
 def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[VerifyProblem]:

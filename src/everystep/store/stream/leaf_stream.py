@@ -17,7 +17,7 @@ import numpy as np
 
 from everystep.engine import READING, Produced
 from everystep.format.dtypes import itemsize
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.element_casts import cast
 from everystep.store.stream.leaf_windows import WINDOW_NBYTES, Bytes, Extent, Span, WindowReader, windows
 
@@ -61,13 +61,11 @@ class LeafStream:
     `alone`: no other stream is read at the same time. Two share the memory that one has.
     """
 
-    def __init__(
-        self, checkpoint: StoredCheckpoint, leaves: Sequence[StreamedLeaf], *, alone: bool = True
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, leaves: Sequence[StreamedLeaf], *, alone: bool = True) -> None:
         self._reader = WindowReader(checkpoint)
         self._names = [leaf.stored for leaf in leaves]
-        self._types = [(checkpoint.leaves[leaf.stored].dtype, leaf.dtype) for leaf in leaves]
-        infos = [checkpoint.leaves[leaf.stored] for leaf in leaves]
+        self._types = [(checkpoint._parts.leaf_infos[leaf.stored].dtype, leaf.dtype) for leaf in leaves]
+        infos = [checkpoint._parts.leaf_infos[leaf.stored] for leaf in leaves]
         extents = [Extent(info.nbytes, itemsize(info.dtype)) for info in infos]
         self.sizes = [self._cast_nbytes(index, info.nbytes) for index, info in enumerate(infos)]
         self._windows = list(windows(extents))
@@ -81,7 +79,7 @@ class LeafStream:
         self._current: _Window | None = None
         self._ahead: dict[int, Future[_Window]] = {}
         self._buffers: list[Bytes] = []  # to be used again: fresh memory costs as much as reading into it
-        roomy = checkpoint.window_nbytes >= _LEAST_NBYTES
+        roomy = checkpoint._reader.window_nbytes >= _LEAST_NBYTES
         self._most_ahead = _AHEAD if roomy else int(alone)
         self._pool = ThreadPoolExecutor(_READERS if roomy else 1, "everystep-stream")
 

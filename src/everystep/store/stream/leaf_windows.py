@@ -14,8 +14,8 @@ import numpy as np
 from everystep.engine import Memory
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import boxes_of_range, whole
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.requests import BoxRequest
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 WINDOW_NBYTES = 16 << 20
 """A multiple of the checksums' chunk, so that no chunk is read twice."""
@@ -68,7 +68,7 @@ def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tu
 class WindowReader:
     """Reads windows of one checkpoint."""
 
-    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def read(self, spans: Sequence[Span], names: Sequence[str], memory: Bytes | None = None) -> Bytes:
@@ -92,14 +92,14 @@ class WindowReader:
                 first[key] = at
                 wanted += self._wanted(names[span.index], span, buffer, at)
             at += span.nbytes
-        self._checkpoint.fetch(wanted)
+        self._checkpoint._reader.fetch(wanted)
         for place, start in again:
             buffer[place] = buffer[start : start + place.stop - place.start]
         return buffer
 
     def _wanted(self, name: str, span: Span, buffer: Bytes, at: int) -> Iterator[BoxRequest]:
         """A range of a leaf as boxes, which follow each other in the buffer."""
-        info = self._checkpoint.leaves[name]
+        info = self._checkpoint._parts.leaf_infos[name]
         size = itemsize(info.dtype)
         boxes = [whole(info.shape)]
         if not span.whole:

@@ -16,7 +16,7 @@ from everystep import engine
 from everystep.engine import ALIGNMENT, SAVING, Memory, WritePiece, fs
 from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, as_entry, itemsize
 from everystep.format.shard import HeaderEntry, build_header, entry_name
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 
 
@@ -38,7 +38,7 @@ class SafetensorsFile:
 
     def __init__(
         self,
-        checkpoint: StoredCheckpoint,
+        checkpoint: Checkpoint,
         entries: Sequence[FileEntry],
         tied: Mapping[str, str],
         prefix: str = "",
@@ -85,7 +85,7 @@ class SafetensorsFile:
                 fs.sync([job])
 
     def _nbytes(self, entry: FileEntry) -> int:
-        info = self._checkpoint.leaves[entry.stored]
+        info = self._checkpoint._parts.leaf_infos[entry.stored]
         if info.dtype == entry.dtype:
             return info.nbytes
         return info.nbytes // itemsize(info.dtype) * itemsize(entry.dtype)
@@ -95,7 +95,7 @@ class SafetensorsFile:
         at = 0
         foreign: dict[str, str] = {}
         for entry, nbytes in zip(self._entries, self._sizes, strict=True):
-            dtype, shape = as_entry(entry.dtype, self._checkpoint.leaves[entry.stored].shape)
+            dtype, shape = as_entry(entry.dtype, self._checkpoint._parts.leaf_infos[entry.stored].shape)
             if dtype in SAFETENSORS_ITEMSIZE and dtype != entry.dtype:
                 foreign[entry.name] = entry.dtype
             entries.append(HeaderEntry(entry_name(entry.name), dtype, shape, at, at + nbytes))
@@ -104,14 +104,15 @@ class SafetensorsFile:
 
     def _metadata(self, foreign: Mapping[str, str]) -> dict[str, str]:
         found = self._checkpoint
-        from_torch = any(found.leaves[entry.stored].framework == "torch" for entry in self._entries)
+        infos = found._parts.leaf_infos
+        from_torch = any(infos[entry.stored].framework == "torch" for entry in self._entries)
         metadata = {
             # Tools of the Hugging Face family ask for it.
             "format": self._made_for or ("pt" if from_torch or not self._entries else "np"),
             "everystep.id": found.id,
         }
-        if found.stated_step is not None:
-            metadata["everystep.step"] = str(found.stated_step)
+        if found._stated_step is not None:
+            metadata["everystep.step"] = str(found._stated_step)
         if self._prefix:
             metadata["everystep.prefix"] = self._prefix
         if self._tied:

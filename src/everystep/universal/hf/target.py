@@ -123,7 +123,8 @@ def _config(job: Job) -> Mapping[str, object]:
 
 def _changed_config(job: Job) -> bytes | None:
     """The config with the type that the weights were cast to, as ``save_pretrained`` says it; else None."""
-    casts = {item.dtype for item in job.items if job.checkpoint.leaves[item.stored].dtype != item.dtype}
+    infos = job.checkpoint._parts.leaf_infos
+    casts = {item.dtype for item in job.items if infos[item.stored].dtype != item.dtype}
     config = dict(_config(job))
     said = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
     if len(casts) != 1 or not said:

@@ -143,7 +143,8 @@ class _Reader:
         for move in plan.moves:
             shift = tuple(a - b for a, b in zip(move.local.start, move.source.start, strict=True))
             for box in _slabs(move.source, size):
-                data = cast(self._read(item, box), self._job.checkpoint.leaves[item.stored].dtype, item.dtype)
+                info = self._job.checkpoint._parts.leaf_infos[item.stored]
+                data = cast(self._read(item, box), info.dtype, item.dtype)
                 place = tuple(
                     slice(start + by, start + by + length)
                     for start, by, length in zip(box.start, shift, box.shape, strict=True)
@@ -152,10 +153,10 @@ class _Reader:
         return local.reshape(-1)
 
     def _read(self, item: Item, box: Box) -> Bytes:
-        nbytes = itemsize(self._job.checkpoint.leaves[item.stored].dtype) * box.volume
+        nbytes = itemsize(self._job.checkpoint._parts.leaf_infos[item.stored].dtype) * box.volume
         buffer: Bytes = np.empty(nbytes, np.uint8)
         request = BoxRequest(item.stored, box, Memory(buffer.ctypes.data, nbytes, buffer))
-        self._job.checkpoint.fetch([request])
+        self._job.checkpoint._reader.fetch([request])
         return buffer
 
 

@@ -25,8 +25,8 @@ from everystep.engine import Memory, fs
 from everystep.engine.fs import PendingFile
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, whole
+from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.requests import BoxRequest
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.store.stream.element_casts import cast
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.split import LocalPlan
@@ -53,10 +53,10 @@ class LeafBytes:
 
 
 def leaf_tensor(
-    checkpoint: StoredCheckpoint, stored: str, dtype: str | None = None, plan: LocalPlan | None = None
+    checkpoint: Checkpoint, stored: str, dtype: str | None = None, plan: LocalPlan | None = None
 ) -> PendingTensor:
     """A tensor of a file that gets the elements of a leaf, cast to a type, or what a plan says of them."""
-    info = checkpoint.leaves[stored]
+    info = checkpoint._parts.leaf_infos[stored]
     shape = info.shape if plan is None else plan.shape
     return PendingTensor(dtype or info.dtype, shape, LeafBytes(stored, plan))
 
@@ -83,7 +83,7 @@ class TorchFile:
 
 
 def write_files(
-    checkpoint: StoredCheckpoint,
+    checkpoint: Checkpoint,
     directory: str,
     files: Sequence[TorchFile],
     progress: Callable[[int], None],
@@ -137,7 +137,7 @@ def _batches(files: Sequence[TorchFile]) -> Iterator[list[TorchFile]]:
 class _Writer:
     """Writes batches, called by several threads; owns the thread that syncs."""
 
-    def __init__(self, checkpoint: StoredCheckpoint, directory: str, progress: Callable[[int], None]) -> None:
+    def __init__(self, checkpoint: Checkpoint, directory: str, progress: Callable[[int], None]) -> None:
         self._checkpoint = checkpoint
         self._directory = directory
         self._progress = progress
@@ -230,7 +230,7 @@ class _Writer:
             self._progress(nbytes)
 
 
-def _cut_fill(checkpoint: StoredCheckpoint, tensor: PendingTensor) -> Fill:
+def _cut_fill(checkpoint: Checkpoint, tensor: PendingTensor) -> Fill:
     """Bytes of a tensor that is computed whole, and kept until its last byte has passed."""
     kept: list[Bytes] = []
 
@@ -257,7 +257,7 @@ class _Move:
     place: Bytes | None = None
 
 
-def _fill_buffers(checkpoint: StoredCheckpoint, files: list[TorchFile], buffers: list[Bytes]) -> None:
+def _fill_buffers(checkpoint: Checkpoint, files: list[TorchFile], buffers: list[Bytes]) -> None:
     moves: list[_Move] = []
     for file, buffer in zip(files, buffers, strict=True):
         for tensor, at in zip(file.tensors, file.archive.offsets, strict=True):
@@ -265,7 +265,7 @@ def _fill_buffers(checkpoint: StoredCheckpoint, files: list[TorchFile], buffers:
     _carry_out(checkpoint, moves)
 
 
-def _moves(checkpoint: StoredCheckpoint, tensor: PendingTensor, place: Bytes) -> Iterator[_Move]:
+def _moves(checkpoint: Checkpoint, tensor: PendingTensor, place: Bytes) -> Iterator[_Move]:
     """What has to be read for a tensor whose bytes are to be at `place`. Padding is zeroed at once."""
     origin = tensor.origin
     if not tensor.nbytes:
@@ -273,7 +273,7 @@ def _moves(checkpoint: StoredCheckpoint, tensor: PendingTensor, place: Bytes) ->
     if origin is None:
         place[:] = 0
         return
-    info = checkpoint.leaves[origin.stored]
+    info = checkpoint._parts.leaf_infos[origin.stored]
     if origin.plan is None:
         if info.dtype == tensor.dtype:
             yield _Move(origin.stored, whole(info.shape), place, info.dtype, tensor.dtype)
@@ -289,9 +289,9 @@ def _moves(checkpoint: StoredCheckpoint, tensor: PendingTensor, place: Bytes) ->
         yield _Move(origin.stored, move.source, memory, info.dtype, tensor.dtype, cut[_slices(move.local)])
 
 
-def _carry_out(checkpoint: StoredCheckpoint, moves: Iterator[_Move] | list[_Move]) -> None:
+def _carry_out(checkpoint: Checkpoint, moves: Iterator[_Move] | list[_Move]) -> None:
     found = list(moves)
-    checkpoint.fetch(
+    checkpoint._reader.fetch(
         [
             BoxRequest(
                 move.stored, move.box, Memory(move.memory.ctypes.data, move.memory.nbytes, move.memory)

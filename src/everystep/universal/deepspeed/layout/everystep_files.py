@@ -14,7 +14,7 @@ from typing import Any
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.state import unflatten
 from everystep.store import verify
-from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.checkpoint import open_checkpoint
 from everystep.universal.deepspeed.names import NAMESPACE, STAGE, from_plain
 from everystep.universal.torch_file.pickle_machine import Record
 from everystep.universal.torch_file.reading import StoredTensor
@@ -24,10 +24,10 @@ def read_everystep_file(path: str) -> Any:
     """The content, with a `StoredTensor` in place of each tensor. `CorruptCheckpoint` if it is damaged."""
     for problem in verify(path).problems:
         raise CorruptCheckpoint(problem.reason, path=problem.file, leaf=problem.leaf)
-    with StoredCheckpoint(path) as opened:
-        if not opened.parts.stored_whole:
+    with open_checkpoint(path) as opened:
+        if not opened._parts.stored_whole:
             raise UnsupportedSource(f"{path}: not written by everystep.integrations.deepspeed")
-        part = opened.part(0)
+        part = opened._parts[0]
         stored: dict[str, StoredTensor] = {}
         for leaf in part.leaves:
             (piece,) = leaf.fragments
@@ -37,7 +37,7 @@ def read_everystep_file(path: str) -> Any:
                 file, piece.offset, leaf.dtype, tuple(leaf.shape), strides, piece.nbytes
             )
         stored |= {alias.name: stored[alias.of] for alias in part.aliases}
-        found = unflatten(opened.tree, stored, where=opened.manifest_path)
+        found = unflatten(opened._parts.tree, stored, where=opened._parts.manifest_path)
         return from_plain(found, _record, _plain_size)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import everystep
 from everystep.state import Mismatch
-from everystep.store.read.restore_warnings import Unrestored
+from everystep.store.read.restoring import Unrestored
 
 NOTHING = Mismatch((), (), ())
 
