@@ -25,7 +25,7 @@ from everystep.format.geometry import whole
 from everystep.store.stream.element_casts import cast
 from everystep.universal import conversion
 from everystep.universal.opening import ForeignCheckpoint
-from everystep.universal.source import SourceLeaf, Stretch
+from everystep.universal.source import SourceFragment, SourceLeaf
 from support.foreign.dcp_directories import load_all
 from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
 from support.foreign.source_leaves import source_of_leaves
@@ -237,8 +237,8 @@ def test_replicas_that_differ_are_an_error_and_the_target_is_untouched(
 ) -> None:
     file = tmp_path / "bytes"
     file.write_bytes(np.arange(6, dtype=np.float32).tobytes() * 2)
-    copy = (Stretch(str(file), 24, whole((6,))),)
-    leaf = SourceLeaf("model.w", "F32", (6,), (Stretch(str(file), 0, whole((6,))),), copies=(copy,))
+    copy = (SourceFragment(str(file), 24, whole((6,))),)
+    leaf = SourceLeaf("model.w", "F32", (6,), (SourceFragment(str(file), 0, whole((6,))),), copies=(copy,))
     source = source_of_leaves(str(file), [leaf])
     monkeypatch.setattr(conversion, "open_newest", lambda *_: ForeignCheckpoint(source))
     universal.convert(file, tmp_path / "equal")

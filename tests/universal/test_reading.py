@@ -19,7 +19,7 @@ from everystep import universal
 from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.format.geometry import Box, whole
 from everystep.universal.opening import ForeignCheckpoint
-from everystep.universal.source import SourceLeaf, Stretch, flat_stretches
+from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
 from support.foreign.source_leaves import source_of_leaves
 from support.processes.command import command
@@ -270,9 +270,9 @@ def test_leaves_that_share_bytes_are_read_by_all_names(tmp_path: Path) -> None:
     file = str(tmp_path / "bytes")
     data.tofile(file)
     leaves = (
-        SourceLeaf("model.a", "F32", (24,), (Stretch(file, 0, whole((24,))),)),
-        SourceLeaf("model.b", "F32", (4, 6), (Stretch(file, 0, whole((4, 6))),)),
-        SourceLeaf("model.c", "F32", (6,), (Stretch(file, 40, whole((6,))),)),
+        SourceLeaf("model.a", "F32", (24,), (SourceFragment(file, 0, whole((24,))),)),
+        SourceLeaf("model.b", "F32", (4, 6), (SourceFragment(file, 0, whole((4, 6))),)),
+        SourceLeaf("model.c", "F32", (6,), (SourceFragment(file, 40, whole((6,))),)),
     )
     with ForeignCheckpoint(source_of_leaves(file, leaves, aliases={"model.d": "model.c"})) as checkpoint:
         found = checkpoint.load(framework="numpy")["model"]
@@ -285,16 +285,16 @@ def test_leaves_that_share_bytes_are_read_by_all_names(tmp_path: Path) -> None:
 
 def test_pieces_of_a_flat_leaf_join_in_any_cut(tmp_path: Path) -> None:
     data = np.arange(105, dtype=np.int64).reshape(3, 5, 7)
-    stretches: tuple[Stretch, ...] = ()
+    fragments: tuple[SourceFragment, ...] = ()
     for number, (start, stop) in enumerate([(0, 11), (11, 12), (12, 60), (60, 105)]):
         file = str(tmp_path / f"rank{number}")
         np.concatenate([[0], data.reshape(-1)[start:stop]]).tofile(file)
-        stretches += flat_stretches(file, 8, start, stop, data.shape, 8)
-    leaf = SourceLeaf("model.w", "I64", data.shape, stretches, framework="numpy")
+        fragments += flat_fragments(file, 8, start, stop, data.shape, 8)
+    leaf = SourceLeaf("model.w", "I64", data.shape, fragments, framework="numpy")
     with ForeignCheckpoint(source_of_leaves(str(tmp_path), [leaf])) as checkpoint:
         assert np.array_equal(checkpoint["model.w"][:], data)
         assert np.array_equal(checkpoint["model.w"][1:, 2:4, 3], data[1:, 2:4, 3])
-    short = SourceLeaf("model.w", "I64", data.shape, stretches[1:])
+    short = SourceLeaf("model.w", "I64", data.shape, fragments[1:])
     with pytest.raises(IncompleteCheckpoint, match="nowhere"):
         ForeignCheckpoint(source_of_leaves(str(tmp_path), [short]))
 
@@ -306,7 +306,7 @@ def test_partial_leaves_are_the_mean_or_sum_of_their_copies(tmp_path: Path, redu
     file = tmp_path / "copies"
     file.write_bytes(copies.view(torch.uint8).numpy().tobytes())
     nbytes = copies[0].nbytes
-    places = [(Stretch(str(file), number * nbytes, whole((40, 2))),) for number in range(3)]
+    places = [(SourceFragment(str(file), number * nbytes, whole((40, 2))),) for number in range(3)]
     leaf = SourceLeaf("model.w", dtype, (40, 2), places[0], terms=tuple(places[1:]), reduce=reduce)  # type: ignore[arg-type]
     with ForeignCheckpoint(source_of_leaves(str(tmp_path), [leaf])) as checkpoint:
         wide = copies.double()
@@ -324,8 +324,8 @@ def test_an_optimizer_is_restored_by_the_names_of_parameters(tmp_path: Path) -> 
     with file.open("wb") as out:
 
         def add(name: str, tensor: torch.Tensor) -> None:
-            stretch = Stretch(str(file), out.tell(), whole(tuple(tensor.shape)))
-            leaves.append(SourceLeaf(name, "F32", tuple(tensor.shape), (stretch,)))
+            fragment = SourceFragment(str(file), out.tell(), whole(tuple(tensor.shape)))
+            leaves.append(SourceLeaf(name, "F32", tuple(tensor.shape), (fragment,)))
             out.write(tensor.detach().contiguous().numpy().tobytes())
 
         for name, parameter in model.named_parameters():
@@ -352,9 +352,9 @@ def test_box_records_reject_nonsense(tmp_path: Path) -> None:
     file = tmp_path / "bytes"
     file.write_bytes(bytes(40))
     wrong = [
-        SourceLeaf("model.w", "F32", (20,), (Stretch(str(file), 0, Box((0,), (20,))),)),
-        SourceLeaf("@0.w", "F32", (2,), (Stretch(str(file), 0, Box((0,), (2,))),)),
-        SourceLeaf("model.w", "F3", (2,), (Stretch(str(file), 0, Box((0,), (2,))),)),
+        SourceLeaf("model.w", "F32", (20,), (SourceFragment(str(file), 0, Box((0,), (20,))),)),
+        SourceLeaf("@0.w", "F32", (2,), (SourceFragment(str(file), 0, Box((0,), (2,))),)),
+        SourceLeaf("model.w", "F3", (2,), (SourceFragment(str(file), 0, Box((0,), (2,))),)),
     ]
     for leaf in wrong:
         with pytest.raises((CorruptCheckpoint, UnsupportedSource)):

@@ -29,7 +29,7 @@ from everystep.universal.rules import Layout, Pad
 from everystep.universal.source import SourceLeaf
 from everystep.universal.split import Target, split, stage_layers
 from everystep.universal.union import Extent, LocalTensor, union
-from support.worlds.rank_tensors import Array, carry_out, read_leaf, read_stretches, store
+from support.worlds.rank_tensors import Array, carry_out, read_fragments, read_leaf, store
 
 
 def numbers(*shape: int) -> Array:
@@ -139,7 +139,7 @@ def test_qkv_of_grouped_query_attention_joins_part_by_part(tmp_path: Path) -> No
     for layout in (fused(0, [32, 8, 8]), fused(0, shares=[4, 1, 1]), fused(0, shares=[8, 2, 2])):
         leaf = joined(tmp_path, rule("*", layout), *locals_)
         np.testing.assert_array_equal(read_leaf(leaf), whole)
-        assert len(leaf.stretches) == 6
+        assert len(leaf.fragments) == 6
 
 
 def test_key_heads_that_several_ranks_share_are_taken_once_and_compared(tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def test_padding_is_stripped_and_added_for_the_target(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_leaf(leaf), words)
 
 
-def test_padding_inside_rows_cuts_a_stretch_into_several(tmp_path: Path) -> None:
+def test_padding_inside_rows_cuts_a_fragment_into_several(tmp_path: Path) -> None:
     padded = np.zeros((3, 8), dtype=np.float32)
     padded[:, :5] = numbers(3, 5)
     leaf = joined(tmp_path, rule("*", pad(1, 5)), padded)
-    assert (leaf.shape, len(leaf.stretches)) == ((3, 5), 3)
+    assert (leaf.shape, len(leaf.fragments)) == ((3, 5), 3)
     np.testing.assert_array_equal(read_leaf(leaf), numbers(3, 5))
 
 
@@ -278,7 +278,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     assert scalar.shape == ()
     assert read_leaf(scalar) == 7
     empty = joined(tmp_path, rule("*", shard(0)), numbers(0, 3), numbers(0, 3))
-    assert (empty.shape, empty.stretches) == ((0, 3), ())
+    assert (empty.shape, empty.fragments) == ((0, 3), ())
 
 
 @pytest.mark.parametrize(
@@ -355,4 +355,4 @@ def test_layers_go_to_stages_in_order() -> None:
 def test_the_check_of_these_tests_sees_what_is_missing(tmp_path: Path) -> None:
     leaf = joined(tmp_path, rule("*", shard(0)), numbers(2), numbers(2))
     with pytest.raises(AssertionError, match="missing"):
-        read_stretches(leaf, leaf.stretches[:1])
+        read_fragments(leaf, leaf.fragments[:1])

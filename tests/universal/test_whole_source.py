@@ -10,7 +10,18 @@ import pytest
 from everystep import universal
 from everystep.errors import SpecError
 from everystep.format.geometry import whole
-from everystep.universal import Source, SourceLeaf, Spec, Stretch, fused, pad, rename, rule, shard, tied
+from everystep.universal import (
+    Source,
+    SourceFragment,
+    SourceLeaf,
+    Spec,
+    fused,
+    pad,
+    rename,
+    rule,
+    shard,
+    tied,
+)
 from everystep.universal.whole_source import apply_spec
 from support.foreign.source_leaves import source_of_leaves
 from support.worlds.rank_tensors import Array, read_leaf, store
@@ -18,7 +29,9 @@ from support.worlds.rank_tensors import Array, read_leaf, store
 
 def leaf_of(folder: Path, name: str, array: Array) -> SourceLeaf:
     held = store(folder / name, array)
-    return SourceLeaf(name, "F32", array.shape, (Stretch(held.extents[0].file, 0, whole(array.shape)),))
+    return SourceLeaf(
+        name, "F32", array.shape, (SourceFragment(held.extents[0].file, 0, whole(array.shape)),)
+    )
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from everystep.universal.rules import (
     tied,
     unique,
 )
-from everystep.universal.source import Computed, Source, SourceLeaf, Stretch, flat_stretches
+from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.spec import Spec
 
 __all__ = [
@@ -50,13 +50,13 @@ __all__ = [
     "Converted",
     "Rule",
     "Source",
+    "SourceFragment",
     "SourceLeaf",
     "Spec",
-    "Stretch",
     "convert",
     "describe",
     "flat",
-    "flat_stretches",
+    "flat_fragments",
     "fused",
     "kinds",
     "pad",

@@ -43,7 +43,7 @@ def join(
             of = leaves[found.tied_to]
             same = join_one(found.name, of.name, rules[found.tied_to], held[found.name])
             _require_same_kind(same, of, found)
-            leaves[found.tied_to] = replace(of, copies=(*of.copies, same.stretches, *same.copies))
+            leaves[found.tied_to] = replace(of, copies=(*of.copies, same.fragments, *same.copies))
     return {**leaves, **{name: leaves[of] for name, of in ties.items()}}
 
 
@@ -66,9 +66,9 @@ def local_tensor(stored: StoredTensor, name: str) -> LocalTensor:
     """A tensor of a torch file as `union` takes it."""
     extents: list[Extent] = []
     at = 0
-    for stretch in stored.stretches(leaf=name):
-        extents.append(Extent(stretch.file, stretch.offset, at, at + stretch.box.volume))
-        at += stretch.box.volume
+    for fragment in stored.fragments(leaf=name):
+        extents.append(Extent(fragment.file, fragment.offset, at, at + fragment.box.volume))
+        at += fragment.box.volume
     return LocalTensor(stored.shape, tuple(extents))
 
 

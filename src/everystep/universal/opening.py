@@ -1,6 +1,6 @@
 """From a `Source` to a checkpoint that every reader of this library takes for one of its own.
 
-The description is turned into the records of our format: every stretch is a fragment. The files of a foreign
+The description is turned into the records of our format: every fragment is a fragment. The files of a foreign
 checkpoint lie anywhere, have no checksums and are not locked. All else (slices, union of pieces, restores
 into any layout and on any number of ranks) is the same as for a native checkpoint.
 
@@ -36,7 +36,7 @@ from everystep.store.read.shard_reader import ShardReader, VerifyProblem
 from everystep.universal.inflation import refuse_bomb
 from everystep.universal.recognition import brief_findings, describe, find_reader
 from everystep.universal.reduction import reduced
-from everystep.universal.source import Computed, Source, SourceLeaf, Stretch
+from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 
 _NO_CHECKSUM = "0" * 16
 _MAX_LOOKED_INTO = 1000
@@ -278,8 +278,8 @@ class _Records:
     def _refuse_bomb(self, leaves: Sequence[SourceLeaf], max_inflation: float) -> None:
         made, files = 0, set[str]()
         for leaf in leaves:
-            computed = self.computed.get(leaf.stretches[0].file) if leaf.stretches else None
-            origins = {stretch.file for stretch in leaf.stretches} if computed is None else computed.files
+            computed = self.computed.get(leaf.fragments[0].file) if leaf.fragments else None
+            origins = {fragment.file for fragment in leaf.fragments} if computed is None else computed.files
             files.update(origins)
             made += itemsize(leaf.dtype) * whole(leaf.shape).volume if origins else 0
         refuse_bomb(self._source.path, made, sum(map(self._nbytes, files)), max_inflation)
@@ -292,7 +292,7 @@ class _Records:
         taken.add(leaf.name)
         if not is_known(leaf.dtype) and opaque(leaf.dtype) is None:
             raise UnsupportedSource(f"{where}: the leaf {leaf.name!r} has the unknown type {leaf.dtype!r}")
-        held = sum(stretch.box.volume for stretch in leaf.stretches)
+        held = sum(fragment.box.volume for fragment in leaf.fragments)
         if leaf.computed is None and held != whole(leaf.shape).volume:
             raise IncompleteCheckpoint(
                 f"{whole(leaf.shape).volume - held} of its elements are nowhere", path=where, leaf=leaf.name
@@ -308,7 +308,7 @@ class _Records:
             leaf.name,
             leaf.dtype,
             leaf.shape,
-            (Stretch(name, 0, whole(leaf.shape)),),
+            (SourceFragment(name, 0, whole(leaf.shape)),),
             framework=leaf.framework,
         )
 
@@ -316,15 +316,15 @@ class _Records:
         size = itemsize(leaf.dtype)
         fragments = [
             Fragment(
-                stretch.box.start,
-                stretch.box.shape,
-                self._file(stretch.file, next(lanes)),
-                stretch.offset,
-                size * stretch.box.volume,
+                fragment.box.start,
+                fragment.box.shape,
+                self._file(fragment.file, next(lanes)),
+                fragment.offset,
+                size * fragment.box.volume,
                 "",
             )
-            for stretch in leaf.stretches
-            if stretch.box.volume
+            for fragment in leaf.fragments
+            if fragment.box.volume
         ]
         if not fragments:
             fragments = [Fragment((0,) * len(leaf.shape), leaf.shape, 0, 0, 0, "")]
@@ -368,9 +368,9 @@ _Place = tuple[str, int, int]
 
 def _in_bytes(leaf: SourceLeaf) -> Iterator[_Place]:
     size = itemsize(leaf.dtype)
-    for stretch in leaf.stretches:
-        if stretch.box.volume:
-            yield stretch.file, stretch.offset, size * stretch.box.volume
+    for fragment in leaf.fragments:
+        if fragment.box.volume:
+            yield fragment.file, fragment.offset, size * fragment.box.volume
 
 
 def _lanes(places: Sequence[_Place]) -> list[int]:

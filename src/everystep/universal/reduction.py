@@ -9,7 +9,7 @@ import numpy as np
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.format.dtypes import itemsize
 from everystep.store.stream.element_casts import FLOATS, from_floats, to_floats
-from everystep.universal.source import Computed, SourceLeaf, Stretch
+from everystep.universal.source import Computed, SourceFragment, SourceLeaf
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -23,7 +23,7 @@ def reduced(leaf: SourceLeaf) -> Computed:
         )
 
     def write(file: BinaryIO) -> None:
-        copies = (leaf.stretches, *leaf.terms)
+        copies = (leaf.fragments, *leaf.terms)
         total = to_floats(_read(leaf, copies[0]), leaf.dtype).astype(np.float64)
         for copy in copies[1:]:
             total += to_floats(_read(leaf, copy), leaf.dtype)
@@ -31,19 +31,19 @@ def reduced(leaf: SourceLeaf) -> Computed:
             total /= len(copies)
         file.write(from_floats(total, leaf.dtype).data)
 
-    files = {stretch.file: None for copy in (leaf.stretches, *leaf.terms) for stretch in copy}
+    files = {fragment.file: None for copy in (leaf.fragments, *leaf.terms) for fragment in copy}
     return Computed(write, tuple(files))
 
 
-def _read(leaf: SourceLeaf, stretches: tuple[Stretch, ...]) -> Bytes:
+def _read(leaf: SourceLeaf, fragments: tuple[SourceFragment, ...]) -> Bytes:
     """All bytes of one copy, in C order."""
     size = itemsize(leaf.dtype)
     array: Bytes = np.empty((*leaf.shape, size), np.uint8)
-    for stretch in stretches:
-        box = stretch.box
-        data = np.fromfile(stretch.file, np.uint8, size * box.volume, offset=stretch.offset)
+    for fragment in fragments:
+        box = fragment.box
+        data = np.fromfile(fragment.file, np.uint8, size * box.volume, offset=fragment.offset)
         if data.size != size * box.volume:
-            raise CorruptCheckpoint("the file ends too early", path=stretch.file, leaf=leaf.name)
+            raise CorruptCheckpoint("the file ends too early", path=fragment.file, leaf=leaf.name)
         where = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
         array[where] = data.reshape((*box.shape, size))
     return array.reshape(-1)

@@ -17,7 +17,7 @@ from everystep.state import Node, values
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SourceFragment:
     """Elements of a box of a leaf (in C order) that lie one after another in a file.
 
     `file` is an absolute path, `offset` counts bytes from its start.
@@ -43,21 +43,21 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class SourceLeaf:
-    """A named array: `stretches` are together all of it, and disjoint.
+    """A named array: `fragments` are together all of it, and disjoint.
 
     In the state of a `Source` it stands for an array, and its name is for messages only: the leaf is named by
     its place there. Types have the names of safetensors. `copies` are further complete copies, which must be
     equal: `convert` compares them. `terms` are further complete copies with other values: the leaf is the
-    mean, or the sum, of all. A leaf that is `computed` has no stretches. `is_parameter` and `requires_grad`
+    mean, or the sum, of all. A leaf that is `computed` has no fragments. `is_parameter` and `requires_grad`
     are those of a torch tensor.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
-    copies: tuple[tuple[Stretch, ...], ...] = ()
-    terms: tuple[tuple[Stretch, ...], ...] = ()
+    fragments: tuple[SourceFragment, ...]
+    copies: tuple[tuple[SourceFragment, ...], ...] = ()
+    terms: tuple[tuple[SourceFragment, ...], ...] = ()
     reduce: Literal["", "mean", "sum"] = ""
     framework: Literal["torch", "numpy"] = "torch"
     computed: Computed | None = None
@@ -94,16 +94,16 @@ class Source:
         return values(self.tree, local={}, where=self.path)
 
 
-def flat_stretches(
+def flat_fragments(
     file: str, offset: int, start: int, stop: int, shape: tuple[int, ...], itemsize: int
-) -> tuple[Stretch, ...]:
+) -> tuple[SourceFragment, ...]:
     """Elements `start` to `stop` of a flattened leaf, which lie from `offset` on in a file.
 
-    >>> flat_stretches("/run/rank0.pt", 100, 1, 5, (2, 3), 4)[1]
-    Stretch(file='/run/rank0.pt', offset=108, box=Box(start=(1, 0), shape=(1, 2)))
+    >>> flat_fragments("/run/rank0.pt", 100, 1, 5, (2, 3), 4)[1]
+    SourceFragment(file='/run/rank0.pt', offset=108, box=Box(start=(1, 0), shape=(1, 2)))
     """
-    found: list[Stretch] = []
+    found: list[SourceFragment] = []
     for box in boxes_of_range(shape, start, stop):
-        found.append(Stretch(file, offset, box))
+        found.append(SourceFragment(file, offset, box))
         offset += itemsize * math.prod(box.shape)
     return tuple(found)

@@ -16,7 +16,7 @@ from everystep.format import dtypes
 from everystep.format.geometry import Box, boxes_of_range, contiguous_runs, intersect, whole
 from everystep.universal.cuts import DoesNotFit, join_widths
 from everystep.universal.rules import Flat, Fused, Layout, Partial, Replicated, Rule, Shard, Unique
-from everystep.universal.source import SourceLeaf, Stretch
+from everystep.universal.source import SourceFragment, SourceLeaf
 
 _MAX_RUNS = 1 << 20
 
@@ -102,7 +102,7 @@ def _union(
     true = strip(rule, padded)
     if shape is not None and shape != true:
         raise DoesNotFit(f"the union has shape {list(true)}, but the parameter has {list(shape)}")
-    alternatives: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Stretch, ...]]] = {}
+    alternatives: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[SourceFragment, ...]]] = {}
     for copies, places in zip(ranks, placed, strict=True):
         for held in copies:
             for found in places:
@@ -111,14 +111,14 @@ def _union(
                     continue
                 shift = tuple(a - b for a, b in zip(found.local.start, found.start, strict=True))
                 local = Box(tuple(map(sum, zip(inside.start, shift, strict=True))), inside.shape)
-                stretches = tuple(stretches_of_box(held, local, inside.start, itemsize))
-                alternatives.setdefault((inside.start, inside.shape), []).append(stretches)
+                fragments = tuple(fragments_of_box(held, local, inside.start, itemsize))
+                alternatives.setdefault((inside.start, inside.shape), []).append(fragments)
     number = max(map(len, alternatives.values()), default=1)
     versions = [
         tuple(
-            stretch
+            fragment
             for found in alternatives.values()
-            for stretch in found[index if index < len(found) else 0]
+            for fragment in found[index if index < len(found) else 0]
         )
         for index in range(number)
     ]
@@ -194,28 +194,30 @@ def _firsts(ranks: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]:
     return [held for copies in ranks for held in copies]
 
 
-def _join_flat(ranks: Sequence[LocalTensor], shape: tuple[int, ...], itemsize: int) -> tuple[Stretch, ...]:
+def _join_flat(
+    ranks: Sequence[LocalTensor], shape: tuple[int, ...], itemsize: int
+) -> tuple[SourceFragment, ...]:
     """Ranges that follow each other; what lies beyond the elements of the shape is padding."""
     total = math.prod(shape)
     held = sum(math.prod(rank.shape) for rank in ranks)
     if held < total:
         raise DoesNotFit(f"the ranks hold {held} elements, but the parameter has {total}")
-    stretches: list[Stretch] = []
+    fragments: list[SourceFragment] = []
     begin = 0
     for rank in ranks:
         for extent in rank.extents:
             start, stop = min(begin + extent.start, total), min(begin + extent.stop, total)
             at = extent.offset
             for box in boxes_of_range(shape, start, stop):
-                stretches.append(Stretch(extent.file, at, box))
+                fragments.append(SourceFragment(extent.file, at, box))
                 at += box.volume * itemsize
         begin += math.prod(rank.shape)
-    return tuple(stretches)
+    return tuple(fragments)
 
 
-def stretches_of_box(
+def fragments_of_box(
     held: LocalTensor, inner: Box, start: tuple[int, ...], itemsize: int
-) -> Iterator[Stretch]:
+) -> Iterator[SourceFragment]:
     """Where a box of a rank's tensor lies in files. Its first element is element `start` of the leaf."""
     runs = contiguous_runs(inner, whole(held.shape))
     if runs.number > _MAX_RUNS:
@@ -231,7 +233,7 @@ def stretches_of_box(
             low, high = max(begin, extent.start), min(end, extent.stop)
             at = extent.offset + (low - extent.start) * itemsize
             for box in boxes_of_range(held.shape, low, high):
-                yield Stretch(
+                yield SourceFragment(
                     extent.file, at, Box(tuple(map(sum, zip(box.start, shift, strict=True))), box.shape)
                 )
                 at += box.volume * itemsize

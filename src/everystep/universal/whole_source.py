@@ -15,12 +15,12 @@ from everystep.format import dtypes
 from everystep.format.geometry import Box, intersect, whole
 from everystep.universal.cuts import DoesNotFit
 from everystep.universal.rules import Rule
-from everystep.universal.source import Source, SourceLeaf, Stretch
+from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.spec import Assigned, Spec
 from everystep.universal.state_tree import OptimizerState, source_of
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.reading import StoredTensor
-from everystep.universal.union import LocalTensor, stretches_of_box, strip
+from everystep.universal.union import LocalTensor, fragments_of_box, strip
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -135,8 +135,8 @@ def _group(group: object, taken: Mapping[str, Assigned]) -> object:
 
 def _with_copy(leaf: SourceLeaf, tied: SourceLeaf) -> SourceLeaf:
     """What the tied name holds must be equal, padding aside."""
-    if leaf.shape == tied.shape and leaf.dtype == tied.dtype and leaf.stretches != tied.stretches:
-        return replace(leaf, copies=(*leaf.copies, tied.stretches))
+    if leaf.shape == tied.shape and leaf.dtype == tied.dtype and leaf.fragments != tied.fragments:
+        return replace(leaf, copies=(*leaf.copies, tied.fragments))
     return leaf
 
 
@@ -157,18 +157,20 @@ def _stripped(leaf: SourceLeaf, rule: Rule, name: str) -> SourceLeaf:
     return replace(
         leaf,
         shape=true,
-        stretches=_cut(leaf.stretches, true, size),
+        fragments=_cut(leaf.fragments, true, size),
         copies=tuple(_cut(copy, true, size) for copy in leaf.copies),
         terms=tuple(_cut(term, true, size) for term in leaf.terms),
     )
 
 
-def _cut(stretches: tuple[Stretch, ...], shape: tuple[int, ...], itemsize: int) -> tuple[Stretch, ...]:
-    found: list[Stretch] = []
-    for stretch in stretches:
-        inside = intersect(stretch.box, whole(shape))
+def _cut(
+    fragments: tuple[SourceFragment, ...], shape: tuple[int, ...], itemsize: int
+) -> tuple[SourceFragment, ...]:
+    found: list[SourceFragment] = []
+    for fragment in fragments:
+        inside = intersect(fragment.box, whole(shape))
         if inside is not None:
-            held = LocalTensor.at(stretch.file, stretch.offset, stretch.box.shape)
-            first = tuple(a - b for a, b in zip(inside.start, stretch.box.start, strict=True))
-            found += stretches_of_box(held, Box(first, inside.shape), inside.start, itemsize)
+            held = LocalTensor.at(fragment.file, fragment.offset, fragment.box.shape)
+            first = tuple(a - b for a, b in zip(inside.start, fragment.box.start, strict=True))
+            found += fragments_of_box(held, Box(first, inside.shape), inside.start, itemsize)
     return tuple(found)

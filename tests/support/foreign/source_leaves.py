@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from everystep.format import dtypes
-from everystep.universal.source import Source, SourceLeaf, Stretch
+from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.pickle_classes import TORCH_DTYPES
 from everystep.universal.training_state import arranged_names
@@ -18,8 +18,8 @@ from everystep.universal.training_state import arranged_names
 _TORCH = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}
 
 
-def assembled(leaf: SourceLeaf, stretches: Sequence[Stretch] | None = None) -> torch.Tensor:
-    """A leaf as a tensor. Fails if its stretches overlap or leave something out."""
+def assembled(leaf: SourceLeaf, fragments: Sequence[SourceFragment] | None = None) -> torch.Tensor:
+    """A leaf as a tensor. Fails if its fragments overlap or leave something out."""
     if leaf.computed is not None:
         made = io.BytesIO()
         leaf.computed.write(made)
@@ -27,14 +27,14 @@ def assembled(leaf: SourceLeaf, stretches: Sequence[Stretch] | None = None) -> t
     size = dtypes.itemsize(leaf.dtype)
     found = np.zeros((*leaf.shape, size), dtype=np.uint8)
     times = np.zeros(leaf.shape, dtype=np.int64)
-    for stretch in leaf.stretches if stretches is None else stretches:
-        nbytes = stretch.box.volume * size
-        with open(stretch.file, "rb") as file:
-            file.seek(stretch.offset)
+    for fragment in leaf.fragments if fragments is None else fragments:
+        nbytes = fragment.box.volume * size
+        with open(fragment.file, "rb") as file:
+            file.seek(fragment.offset)
             data = file.read(nbytes)
-        assert len(data) == nbytes, f"{leaf.name}: {stretch} reaches past the end of the file"
-        where = tuple(slice(a, b) for a, b in zip(stretch.box.start, stretch.box.stop, strict=True))
-        found[where] = np.frombuffer(data, dtype=np.uint8).reshape((*stretch.box.shape, size))
+        assert len(data) == nbytes, f"{leaf.name}: {fragment} reaches past the end of the file"
+        where = tuple(slice(a, b) for a, b in zip(fragment.box.start, fragment.box.stop, strict=True))
+        found[where] = np.frombuffer(data, dtype=np.uint8).reshape((*fragment.box.shape, size))
         times[where] += 1
     assert (times == 1).all(), f"{leaf.name}: elements are missing or doubled"
     flat = torch.frombuffer(bytearray(found.tobytes()), dtype=torch.uint8) if found.size else torch.empty(0)

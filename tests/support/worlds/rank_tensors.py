@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everystep.format.geometry import Box
-from everystep.universal.source import SourceLeaf, Stretch
+from everystep.universal.source import SourceFragment, SourceLeaf
 from everystep.universal.split import LocalPlan
 from everystep.universal.union import LocalTensor
 
@@ -37,25 +37,25 @@ def store(path: Path, array: Array, lead: int = 0) -> LocalTensor:
     return LocalTensor.at(str(path), lead, array.shape)
 
 
-def read_stretches(leaf: SourceLeaf, stretches: Sequence[Stretch], dtype: type = np.float32) -> Array:
-    """The array that stretches make. Every element must be written once."""
+def read_fragments(leaf: SourceLeaf, fragments: Sequence[SourceFragment], dtype: type = np.float32) -> Array:
+    """The array that fragments make. Every element must be written once."""
     array = np.zeros(leaf.shape, dtype=dtype)
     times = np.zeros(leaf.shape, dtype=np.int64)
-    for stretch in stretches:
-        found = np.fromfile(stretch.file, dtype=dtype, count=stretch.box.volume, offset=stretch.offset)
-        array[region(stretch.box)] = found.reshape(stretch.box.shape)
-        times[region(stretch.box)] += 1
+    for fragment in fragments:
+        found = np.fromfile(fragment.file, dtype=dtype, count=fragment.box.volume, offset=fragment.offset)
+        array[region(fragment.box)] = found.reshape(fragment.box.shape)
+        times[region(fragment.box)] += 1
     assert (times == 1).all(), "elements are missing or written twice"
     return array
 
 
 def read_leaf(leaf: SourceLeaf) -> Array:
     """The array of a leaf: copies must be equal, terms are reduced."""
-    first = read_stretches(leaf, leaf.stretches)
+    first = read_fragments(leaf, leaf.fragments)
     for copy in leaf.copies:
-        np.testing.assert_array_equal(read_stretches(leaf, copy), first)
+        np.testing.assert_array_equal(read_fragments(leaf, copy), first)
     if leaf.reduce:
-        first = np.sum([first, *(read_stretches(leaf, term) for term in leaf.terms)], axis=0)
+        first = np.sum([first, *(read_fragments(leaf, term) for term in leaf.terms)], axis=0)
         if leaf.reduce == "mean":
             first = first / np.float32(1 + len(leaf.terms))
     return first

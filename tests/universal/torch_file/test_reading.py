@@ -86,7 +86,7 @@ def test_a_tensor_in_too_many_pieces_is_computed_or_named(tmp_path: Path) -> Non
     found = read_torch_file(saved(tmp_path, turned))
     assert_same(assembled(leaf_of("model.w", found)), turned)
     with pytest.raises(UnsupportedSource, match=r"'model.w'.*5600 pieces.*contiguous\(\)"):
-        found.stretches(leaf="model.w")
+        found.fragments(leaf="model.w")
 
 
 def test_parameters_and_state_dicts(tmp_path: Path) -> None:
@@ -268,8 +268,8 @@ def test_any_changed_byte_is_an_error_or_stays_inside_of_the_file(tmp_path: Path
             except (CorruptCheckpoint, UnsupportedSource):
                 continue
             for leaf in leaves:
-                for stretch in leaf.stretches:
-                    assert 0 <= stretch.offset <= len(whole) - stretch.box.volume
+                for fragment in leaf.fragments:
+                    assert 0 <= fragment.offset <= len(whole) - fragment.box.volume
 
 
 @pytest.mark.parametrize("cut", range(1, 60))

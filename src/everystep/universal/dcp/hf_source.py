@@ -17,7 +17,7 @@ from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.format.geometry import Box, TooTangled, disjoint, whole
 from everystep.format.shard import HeaderEntry, is_pad
 from everystep.universal.safetensors.source import read_header
-from everystep.universal.source import Source, SourceLeaf, Stretch
+from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 
 KIND = "dcp-hf"
@@ -36,7 +36,7 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
     where = os.path.abspath(path)
     names = _shards(where)
     _require_ranks(where, names)
-    pieces: dict[str, list[Stretch]] = {}
+    pieces: dict[str, list[SourceFragment]] = {}
     types: dict[str, str] = {}
     for name in names:
         file = os.path.join(where, name)
@@ -48,7 +48,9 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
             if types.setdefault(entry.name, entry.dtype) != entry.dtype:
                 raise CorruptCheckpoint("other shards have another type of it", path=file, leaf=entry.name)
             box = Box(_start(starts, entry, file), entry.shape)
-            pieces.setdefault(entry.name, []).append(Stretch(file, header.data_start + entry.begin, box))
+            pieces.setdefault(entry.name, []).append(
+                SourceFragment(file, header.data_start + entry.begin, box)
+            )
     model = {name: _leaf(where, name, types[name], held) for name, held in pieces.items()}
     facts = {"written by": "HuggingFaceStorageWriter", "shards": str(len(names))}
     return source_of(where, KIND, {"model": model}, facts=facts)
@@ -90,8 +92,8 @@ def _start(starts: Mapping[str, object], entry: HeaderEntry, file: str) -> tuple
     return tuple(start)
 
 
-def _leaf(where: str, name: str, dtype: str, held: list[Stretch]) -> SourceLeaf:
-    boxes = [stretch.box for stretch in held]
+def _leaf(where: str, name: str, dtype: str, held: list[SourceFragment]) -> SourceLeaf:
+    boxes = [fragment.box for fragment in held]
     if len({len(box.shape) for box in boxes}) != 1:
         raise CorruptCheckpoint("its pieces have different numbers of dimensions", path=where, leaf=name)
     shape = tuple(max(ends) for ends in zip(*(box.stop for box in boxes), strict=True))

@@ -67,7 +67,7 @@ def _nested(directory: DcpDirectory) -> dict[str, Any]:
     for name in directory.names:
         if name in tensors:
             leaf = directory.leaf(name, name)
-            value = tied.setdefault((leaf.dtype, leaf.shape, leaf.stretches or name), leaf)
+            value = tied.setdefault((leaf.dtype, leaf.shape, leaf.fragments or name), leaf)
         else:
             value = directory.read_object(name)
         place = paths.get(name, (name,))

@@ -25,7 +25,7 @@ from everystep.universal.deepspeed.source import CLASSES, OWN_KEYS
 from everystep.universal.joining import join_one
 from everystep.universal.presets import deepspeed_rules
 from everystep.universal.rules import Rule, replicated, rule
-from everystep.universal.source import Source, SourceLeaf, Stretch, flat_stretches
+from everystep.universal.source import Source, SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
@@ -257,8 +257,8 @@ class _Checkpoint:
                 path=path,
                 leaf=name,
             )
-        stretches = flat_stretches(tensor.file, tensor.offset, 0, count, shape, tensor.itemsize)
-        return SourceLeaf(leaf, tensor.dtype, shape, stretches)
+        fragments = flat_fragments(tensor.file, tensor.offset, 0, count, shape, tensor.itemsize)
+        return SourceLeaf(leaf, tensor.dtype, shape, fragments)
 
     def _common_step(self, group: int) -> object:
         """ZeRO-3 keeps the step with the state of its sub-groups."""
@@ -328,7 +328,7 @@ class _Checkpoint:
                 "model files are missing that have pieces of frozen parameters", path=self._folder, leaf=name
             )
         part = -(-count // world)
-        stretches: list[Stretch] = []
+        fragments: list[SourceFragment] = []
         dtype = "F32"
         for rank in range(world):
             path = self._fragments[rank]
@@ -338,8 +338,8 @@ class _Checkpoint:
             if not isinstance(piece, StoredTensor) or not piece.contiguous or piece.count < stop - start:
                 raise CorruptCheckpoint("the piece of a frozen parameter is missing", path=path, leaf=name)
             dtype = piece.dtype
-            stretches += flat_stretches(piece.file, piece.offset, start, stop, shape, piece.itemsize)
-        return SourceLeaf(f"model.{name}", dtype, shape, tuple(stretches))
+            fragments += flat_fragments(piece.file, piece.offset, start, stop, shape, piece.itemsize)
+        return SourceLeaf(f"model.{name}", dtype, shape, tuple(fragments))
 
     def _add_tied(self, made: TrainingState) -> None:
         for name, other in (self._model.get("shared_params") or {}).items():

@@ -28,7 +28,7 @@ from everystep.format.dtypes import is_beyond_arrays
 from everystep.format.geometry import whole
 from everystep.state.numpy_arrays import logical_name
 from everystep.store.os_errors import reading
-from everystep.universal.source import Computed, Source, SourceLeaf, Stretch
+from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.zip_reader import OpenFile, ZipRecords
 from everystep.universal.training_state import arranged_names
@@ -257,8 +257,8 @@ def _leaf(h5py: Any, dataset: Any, full: str, start: int, found: _Found) -> Sour
     nbytes = _nbytes(dataset)
     offset = dataset.id.get_offset() if nbytes and _lies_as_it_is(h5py, dataset, nbytes) else None
     if offset is not None:
-        stretch = Stretch(found.path, start + int(offset), whole(shape))
-        return SourceLeaf(name, dtype, shape, (stretch,), framework="numpy")
+        fragment = SourceFragment(found.path, start + int(offset), whole(shape))
+        return SourceLeaf(name, dtype, shape, (fragment,), framework="numpy")
     _refuse_large_chunks(dataset, full, found)
     computed = Computed(partial(_compute, found.path, full, nbytes), (found.path,))
     return SourceLeaf(name, dtype, shape, (), framework="numpy", computed=computed)

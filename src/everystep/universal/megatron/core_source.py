@@ -28,7 +28,7 @@ from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, boxes_of_range
 from everystep.universal.dcp.directory import METADATA, DcpDirectory
 from everystep.universal.megatron.source import INERT, checkpoint_directory
-from everystep.universal.source import Source, SourceLeaf, Stretch
+from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.reading import read_torch_file
 from everystep.universal.training_state import TrainingState, plain
@@ -174,15 +174,15 @@ def _flat_leaf(directory: DcpDirectory, name: str, shape: object) -> SourceLeaf:
             path=directory.metadata_path,
             leaf=name,
         )
-    stretches: list[Stretch] = []
+    fragments: list[SourceFragment] = []
     for piece in directory.pieces(name):
         if any(n != 1 for n in piece.box.shape[:-1]):
             raise UnsupportedSource(f"{directory.metadata_path}: {name!r} has a piece of several parts")
         corner = tuple(n * at for n, at in zip(part, piece.box.start[:-1], strict=True))
         for box, offset in _flat_boxes(piece.stored.offset, part, piece.box, itemsize(dtype)):
             start = tuple(a + b for a, b in zip(corner, box.start, strict=True))
-            stretches.append(Stretch(piece.stored.file, offset, Box(start, box.shape)))
-    return SourceLeaf(name, dtype, tuple(shape), tuple(stretches))
+            fragments.append(SourceFragment(piece.stored.file, offset, Box(start, box.shape)))
+    return SourceLeaf(name, dtype, tuple(shape), tuple(fragments))
 
 
 def _flat_boxes(offset: int, part: tuple[int, ...], held: Box, size: int) -> Iterator[tuple[Box, int]]:
@@ -199,11 +199,11 @@ def _unstacked(name: str, leaf: SourceLeaf) -> Iterator[tuple[str, SourceLeaf]]:
         return
     rest = leaf.shape[1:]
     nbytes = itemsize(leaf.dtype)
-    layers: list[list[Stretch]] = [[] for _ in range(leaf.shape[0])]
-    for stretch in leaf.stretches:
-        box = Box(stretch.box.start[1:], stretch.box.shape[1:])
-        for number in range(stretch.box.shape[0]):
-            at = stretch.offset + number * nbytes * box.volume
-            layers[stretch.box.start[0] + number].append(Stretch(stretch.file, at, box))
-    for number, stretches in enumerate(layers):
-        yield f"{matched[1]}{number}.{matched[2]}", replace(leaf, shape=rest, stretches=tuple(stretches))
+    layers: list[list[SourceFragment]] = [[] for _ in range(leaf.shape[0])]
+    for fragment in leaf.fragments:
+        box = Box(fragment.box.start[1:], fragment.box.shape[1:])
+        for number in range(fragment.box.shape[0]):
+            at = fragment.offset + number * nbytes * box.volume
+            layers[fragment.box.start[0] + number].append(SourceFragment(fragment.file, at, box))
+    for number, fragments in enumerate(layers):
+        yield f"{matched[1]}{number}.{matched[2]}", replace(leaf, shape=rest, fragments=tuple(fragments))

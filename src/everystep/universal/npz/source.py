@@ -21,7 +21,7 @@ from everystep.format.dtypes import is_beyond_arrays
 from everystep.format.geometry import whole
 from everystep.state.numpy_arrays import logical_name
 from everystep.store.os_errors import open_stored, reading
-from everystep.universal.source import Computed, Source, SourceLeaf, Stretch
+from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.training_state import arranged_names
 
@@ -103,7 +103,7 @@ def _leaf(path: str, file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.Z
     if member.compress_type == zipfile.ZIP_STORED and not head.fortran:
         offset = _data_offset(path, file, member) + head.nbytes
         return SourceLeaf(
-            name, dtype, head.shape, (Stretch(path, offset, whole(head.shape)),), framework="numpy"
+            name, dtype, head.shape, (SourceFragment(path, offset, whole(head.shape)),), framework="numpy"
         )
     computed = Computed(partial(_inflate, path, member.filename, head, nbytes), (path,))
     return SourceLeaf(name, dtype, head.shape, (), framework="numpy", computed=computed)

@@ -16,7 +16,7 @@ from everystep.format.dtypes import carrier, is_known, of_entry
 from everystep.format.geometry import whole
 from everystep.format.shard import LENGTH_NBYTES, Header, HeaderEntry, header_nbytes, is_pad, parse_header
 from everystep.store.os_errors import open_stored, reading
-from everystep.universal.source import Source, SourceLeaf, Stretch
+from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.training_state import arranged_names
 
@@ -121,5 +121,5 @@ def leaf_of(path: str, header: Header, entry: HeaderEntry, names: Names) -> Sour
             raise CorruptCheckpoint(f"type {dtype[:40]!r} does not fit the entry", path=path, leaf=name)
         shape = shape[: len(shape) - len(tail)]
     framework = "numpy" if header.metadata.get("format") == "np" else "torch"
-    stretch = Stretch(path, header.data_start + entry.begin, whole(shape))
-    return SourceLeaf(names.prefix + name, dtype, shape, (stretch,), framework=framework)  # type: ignore[arg-type]
+    fragment = SourceFragment(path, header.data_start + entry.begin, whole(shape))
+    return SourceLeaf(names.prefix + name, dtype, shape, (fragment,), framework=framework)  # type: ignore[arg-type]

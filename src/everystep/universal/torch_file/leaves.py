@@ -15,7 +15,7 @@ import numpy as np
 
 from everystep.format import dtypes
 from everystep.format.geometry import Box, whole
-from everystep.universal.source import Computed, SourceLeaf, Stretch
+from everystep.universal.source import Computed, SourceFragment, SourceLeaf
 from everystep.universal.torch_file.reading import StoredTensor
 from everystep.universal.torch_file.zip_reader import OpenFile
 
@@ -25,10 +25,10 @@ def leaf_of_pieces(
 ) -> SourceLeaf:
     """A leaf that tensors are together, each a box of it. `title` is its name in messages."""
     if not any((one.conj or one.neg or one.scattered) and one.count for _, one in pieces):
-        stretches: list[Stretch] = []
+        fragments: list[SourceFragment] = []
         for box, tensor in pieces:
-            stretches.extend(tensor.stretches(box, leaf=title or name))
-        return SourceLeaf(name, dtype, shape, tuple(stretches))
+            fragments.extend(tensor.fragments(box, leaf=title or name))
+        return SourceLeaf(name, dtype, shape, tuple(fragments))
     files = tuple({tensor.file: None for _, tensor in pieces})
 
     def write(out: BinaryIO) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.format import dtypes
 from everystep.format.geometry import Box
-from everystep.universal.source import Stretch
+from everystep.universal.source import SourceFragment
 from everystep.universal.torch_file.pickle_classes import (
     PLAIN_MAKERS,
     PLAIN_SETTERS,
@@ -121,7 +121,7 @@ class StoredTensor:
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return (1 + last) * self.itemsize if self.count else 0
 
-    def stretches(self, box: Box | None = None, *, leaf: str = "") -> tuple[Stretch, ...]:
+    def fragments(self, box: Box | None = None, *, leaf: str = "") -> tuple[SourceFragment, ...]:
         """Where the elements lie, if the tensor is that box of a leaf (all of it without `box`)."""
         if box is None:
             box = Box((0,) * len(self.shape), self.shape)
@@ -136,7 +136,7 @@ class StoredTensor:
                 "Save it again with .resolve_conj().resolve_neg()"
             )
         if self.contiguous:
-            return (Stretch(self.file, self.offset, box),)
+            return (SourceFragment(self.file, self.offset, box),)
         axis = self._run_axis
         runs = math.prod(self.shape[:axis])
         if self.scattered:
@@ -145,13 +145,13 @@ class StoredTensor:
                 f"{self.file}: {what} of shape {self.shape} is stored with strides {self.strides}, "
                 f"in {runs} pieces (at most {MAX_RUNS} are read). Save it again with .contiguous()"
             )
-        found: list[Stretch] = []
+        found: list[SourceFragment] = []
         ones = (1,) * axis
         for index in itertools.product(*map(range, self.shape[:axis])):
             at = sum(i * s for i, s in zip(index, self.strides[:axis], strict=True))
             start = tuple(b + i for b, i in zip(box.start[:axis], index, strict=True))
             place = Box((*start, *box.start[axis:]), (*ones, *box.shape[axis:]))
-            found.append(Stretch(self.file, self.offset + at * self.itemsize, place))
+            found.append(SourceFragment(self.file, self.offset + at * self.itemsize, place))
         return tuple(found)
 
 

@@ -12,7 +12,7 @@ from everystep.universal.deepspeed.layout.optimizer_files import Held, State, re
 from everystep.universal.deepspeed.layout.unsharded import read_unsharded
 from everystep.universal.deepspeed.layout.weights import read_weights
 from everystep.universal.rules import Replicated, Rule, rule, unique
-from everystep.universal.source import Source, SourceLeaf, flat_stretches
+from everystep.universal.source import Source, SourceLeaf, flat_fragments
 from everystep.universal.spec import Assigned, Spec
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.leaves import leaf_of
@@ -162,9 +162,9 @@ class Checkpoint:
         size = dtypes.itemsize(dtype)
         versions = [
             tuple(
-                stretch
+                fragment
                 for extent in one.local.extents
-                for stretch in flat_stretches(
+                for fragment in flat_fragments(
                     extent.file, extent.offset, extent.start, extent.stop, shape, size
                 )
             )
