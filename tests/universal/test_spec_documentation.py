@@ -43,7 +43,7 @@ def test_grouped_queries_are_cut_and_joined(tmp_path: Path, number: int, tp: int
     np.testing.assert_array_equal(held[-1][:width], np.arange(4096 - width, 4096))
     np.testing.assert_array_equal(held[-1][-1], 6143)
     ranks = [[store(tmp_path / str(rank), array)] for rank, array in enumerate(held)]
-    leaf = union("qkv", "F32", found, ranks)
+    leaf = union("qkv", found, ranks)
     assert len(leaf.copies) == (1 if tp == 16 else 0)
     np.testing.assert_array_equal(read_leaf(leaf), whole)
 

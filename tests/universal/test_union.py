@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from everystep import CorruptCheckpoint
 from everystep.errors import SpecError
+from everystep.format.geometry import Box
 from everystep.universal import (
     Rule,
     flat,
@@ -26,10 +28,10 @@ from everystep.universal import (
 )
 from everystep.universal.cuts import chunked, even
 from everystep.universal.rules import Layout, Pad
-from everystep.universal.source import SourceLeaf
+from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.split import Target, split, stage_layers
-from everystep.universal.union import Extent, LocalTensor, union
-from support.worlds.rank_tensors import Array, carry_out, read_fragments, read_leaf, store
+from everystep.universal.union import union
+from support.worlds.rank_tensors import Array, carry_out, lying_at, read_fragments, read_leaf, store
 
 
 def numbers(*shape: int) -> Array:
@@ -37,9 +39,9 @@ def numbers(*shape: int) -> Array:
     return np.arange(1, np.prod(shape, dtype=int) + 1, dtype=np.float32).reshape(shape)
 
 
-def spread(folder: Path, whole: Array, found: Rule, target: Target) -> list[list[LocalTensor]]:
+def spread(folder: Path, whole: Array, found: Rule, target: Target) -> list[list[SourceLeaf]]:
     """The files of all ranks."""
-    ranks: list[list[LocalTensor]] = []
+    ranks: list[list[SourceLeaf]] = []
     for rank, plan in enumerate(split("p", whole.shape, found, target)):
         held = (
             [] if plan is None else [store(folder / f"{target.tp}-{rank}", carry_out(plan, whole), rank * 3)]
@@ -50,7 +52,7 @@ def spread(folder: Path, whole: Array, found: Rule, target: Target) -> list[list
 
 def joined(folder: Path, found: Rule, *locals_: Array, shape: tuple[int, ...] | None = None) -> SourceLeaf:
     ranks = [[store(folder / str(rank), local)] for rank, local in enumerate(locals_)]
-    return union("p", "F32", found, ranks, shape=shape)
+    return union("p", found, ranks, shape=shape)
 
 
 @st.composite
@@ -105,14 +107,12 @@ def test_split_union_split_is_exact(case: tuple[tuple[int, ...], Rule, int, int]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         known = shape if str(found.layout) == "flat" else None
-        leaf = union(
-            "p", "F32", found, spread(folder, whole, found, Target(first, 1, divisible_by)), shape=known
-        )
+        leaf = union("p", found, spread(folder, whole, found, Target(first, 1, divisible_by)), shape=known)
         np.testing.assert_array_equal(read_leaf(leaf), whole)
         kept = {file.name: file.read_bytes() for file in folder.iterdir()}
         other = folder / "other"
         other.mkdir()
-        again = union("p", "F32", found, spread(other, read_leaf(leaf), found, Target(second)), shape=known)
+        again = union("p", found, spread(other, read_leaf(leaf), found, Target(second)), shape=known)
         if again.reduce != "mean" or second & (second - 1) == 0:
             np.testing.assert_array_equal(read_leaf(again), whole)
         third = folder / "third"
@@ -209,7 +209,7 @@ def test_padding_is_stripped_and_added_for_the_target(tmp_path: Path) -> None:
     assert plans[3] is not None
     assert [box.shape for box in plans[3].zeros] == [(14, 4)]
     assert (carry_out(plans[3], words)[2:] == 0).all()
-    leaf = union("p", "F32", found, spread(tmp_path, words, found, Target(tp=4, divisible_by=8)))
+    leaf = union("p", found, spread(tmp_path, words, found, Target(tp=4, divisible_by=8)))
     assert leaf.shape == (50, 4)
     np.testing.assert_array_equal(read_leaf(leaf), words)
 
@@ -226,10 +226,10 @@ def test_copies_of_other_ranks_are_copies_of_the_leaf(tmp_path: Path) -> None:
     whole = numbers(6, 2)
     halves = np.split(whole, 2)
     ranks = [[store(tmp_path / f"{rank}{copy}", halves[rank]) for copy in range(3)] for rank in range(2)]
-    leaf = union("p", "F32", rule("*", shard(0)), ranks)
+    leaf = union("p", rule("*", shard(0)), ranks)
     assert len(leaf.copies) == 2
     np.testing.assert_array_equal(read_leaf(leaf), whole)
-    replicas = union("p", "F32", rule("*", replicated()), [ranks[0], ranks[0]])
+    replicas = union("p", rule("*", replicated()), [ranks[0], ranks[0]])
     assert (replicas.shape, len(replicas.copies)) == ((3, 2), 5)
 
 
@@ -248,17 +248,17 @@ def test_partial_is_a_mean_or_a_sum_of_all(tmp_path: Path) -> None:
 def test_a_tensor_of_a_rank_may_lie_in_several_files(tmp_path: Path) -> None:
     """Tensor parallel and ZeRO: each rank's slice is cut again, across rows."""
     whole = numbers(6, 5)
-    ranks: list[list[LocalTensor]] = []
+    ranks: list[list[SourceLeaf]] = []
     for rank, half in enumerate(np.split(whole, 2)):
-        extents = []
+        fragments: list[SourceFragment] = []
         for number, (start, stop) in enumerate([(0, 4), (4, 4), (4, 13), (13, 15)]):
             path = tmp_path / f"{rank}{number}"
             path.write_bytes(b"pad." * number + half.reshape(-1)[start:stop].tobytes())
-            extents.append(Extent(str(path), 4 * number, start, stop))
-        ranks.append([LocalTensor(half.shape, tuple(extents))])
+            fragments += flat_fragments(str(path), 4 * number, start, stop, half.shape, 4)
+        ranks.append([SourceLeaf("held", "F32", half.shape, tuple(fragments))])
     for found, expected in ((shard(0), whole), (shard(1), np.concatenate(np.split(whole, 2), axis=1))):
-        np.testing.assert_array_equal(read_leaf(union("p", "F32", rule("*", found), ranks)), expected)
-    interleaved = union("p", "F32", rule("*", fused(1, [4, 6])), ranks)
+        np.testing.assert_array_equal(read_leaf(union("p", rule("*", found), ranks)), expected)
+    interleaved = union("p", rule("*", fused(1, [4, 6])), ranks)
     left, right = np.split(whole, 2)
     expected = np.concatenate([left[:, :2], right[:, :2], left[:, 2:], right[:, 2:]], axis=1)
     np.testing.assert_array_equal(read_leaf(interleaved), expected)
@@ -303,9 +303,9 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
 def test_a_rule_that_does_not_fit_names_parameter_rule_and_shapes(
     found: Rule, shapes: list[tuple[int, ...] | None], reason: str
 ) -> None:
-    ranks = [[] if shape is None else [LocalTensor.at("f", 0, shape)] for shape in shapes]
+    ranks = [[] if shape is None else [lying_at("f", 0, shape)] for shape in shapes]
     with pytest.raises(SpecError, match=reason) as caught:
-        union("h.0.w", "F32", found, ranks)
+        union("h.0.w", found, ranks)
     message = str(caught.value)
     assert "parameter 'h.0.w'" in message
     assert str(found) in message
@@ -333,9 +333,16 @@ def test_a_split_that_does_not_fit_names_them_too(found: Rule, shape: tuple[int,
 
 
 def test_elements_that_no_file_holds_are_damage() -> None:
-    for extents in ((Extent("f", 0, 0, 3), Extent("g", 0, 4, 6)), (Extent("f", 0, 0, 5),), ()):
+    fragments = (SourceFragment("f", 0, Box((0,), (3,))), SourceFragment("g", 0, Box((4,), (2,))))
+    for held in (fragments, fragments[:1], ()):
         with pytest.raises(CorruptCheckpoint, match="'p'"):
-            union("p", "F32", rule("*"), [[LocalTensor((6,), extents)]])
+            union("p", rule("*"), [[SourceLeaf("held", "F32", (6,), held)]])
+
+
+def test_ranks_whose_types_differ_are_damage() -> None:
+    ranks = [[lying_at("f", 0, (2,))], [replace(lying_at("g", 0, (2,)), dtype="F16")]]
+    with pytest.raises(CorruptCheckpoint, match="its type differs between ranks: F32 in f, F16 in g"):
+        union("p", rule("*", shard(0)), ranks)
 
 
 def test_the_true_shape_is_checked_where_it_is_known(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,8 @@ import pytest
 
 from everystep import universal
 from everystep.errors import SpecError
-from everystep.format.geometry import whole
 from everystep.universal import (
     Source,
-    SourceFragment,
     SourceLeaf,
     Spec,
     fused,
@@ -28,10 +27,7 @@ from support.worlds.rank_tensors import Array, read_leaf, store
 
 
 def leaf_of(folder: Path, name: str, array: Array) -> SourceLeaf:
-    held = store(folder / name, array)
-    return SourceLeaf(
-        name, "F32", array.shape, (SourceFragment(held.extents[0].file, 0, whole(array.shape)),)
-    )
+    return replace(store(folder / name, array), name=name)
 
 
 @pytest.fixture

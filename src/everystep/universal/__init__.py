@@ -15,7 +15,7 @@ is what they share:
 | `readers`, `writers` | the systems that can be read and written: to add one, list it here |
 | `source` | the records that describe a foreign checkpoint |
 | `rules`, `patterns`, `spec`, `spec_file`, `spec_check`, `presets` | the language for layouts: `Spec` |
-| `cuts`, `union`, `split`, `joining`, `whole_source` | from the tensors of ranks to whole leaves, and back |
+| `cuts`, `union`, `split`, `whole_source` | from the tensors of ranks to whole leaves, and back |
 | `renaming`, `foreign_names` | other names while restoring, and the names that a parameter had before |
 | `recognition`, `checking`, `inflation` | which system wrote a checkpoint; what can be verified; traps |
 | `state_tree`, `training_state`, `optimizer_names` | the state that a reader found, as our tree and leaves |

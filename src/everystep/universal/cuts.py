@@ -11,11 +11,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from everystep.format.geometry import Box
 from everystep.universal.rules import Fused, Shard
 
 
 class DoesNotFit(ValueError):
     """A rule that does not fit the shapes; says why. `union` and `split` add the parameter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of the leaf, and the box of the rank's tensor that has the same elements, in C order."""
+
+    source: Box
+    local: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,15 @@ class Segment:
     start: int
     at: int
     length: int
+
+    def move(self, dim: int, shape: tuple[int, ...]) -> Move:
+        """The same as boxes; `shape` has the lengths of the other dimensions."""
+        origin = (0,) * len(shape)
+        lengths = (*shape[:dim], self.length, *shape[dim + 1 :])
+        source, local = (
+            Box((*origin[:dim], at, *origin[dim + 1 :]), lengths) for at in (self.start, self.at)
+        )
+        return Move(source, local)
 
 
 def even(size: int, pieces: int) -> list[int]:

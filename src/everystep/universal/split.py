@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from everystep.errors import SpecError
 from everystep.format.geometry import Box, boxes_of_range, intersect, subtract, whole
-from everystep.universal.cuts import DoesNotFit, Segment, cut_whole, even
+from everystep.universal.cuts import DoesNotFit, Move, Segment, cut_whole, even
 from everystep.universal.rules import Flat, Fused, Partial, Rule, Shard, Unique
 
 
@@ -27,14 +27,6 @@ class Target:
         for name in ("tp", "pp", "divisible_by"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A box of the leaf, and the box of the rank's tensor that takes its elements, in C order."""
-
-    source: Box
-    local: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,8 @@ def _split(shape: tuple[int, ...], rule: Rule, target: Target) -> list[LocalPlan
             raise DoesNotFit(f"there is no dimension {layout.dim}")
         cut = cut_whole(layout, padded[layout.dim], target.tp)
         return [_cut_plan(shape, padded, layout.dim, mine) for mine in cut]
-    every = LocalPlan(padded, _moves(Move(whole(shape), whole(shape))), _zeros(padded, shape))
+    moves = (Move(whole(shape), whole(shape)),) if math.prod(shape) else ()
+    every = LocalPlan(padded, moves, tuple(subtract(whole(padded), [whole(shape)])))
     if isinstance(layout, Unique):
         return [every, *[None] * (target.tp - 1)]
     if isinstance(layout, Partial) and layout.reduce == "sum":
@@ -105,16 +98,12 @@ def _padded(shape: tuple[int, ...], rule: Rule, target: Target) -> tuple[int, ..
 
 def _cut_plan(shape: tuple[int, ...], padded: tuple[int, ...], dim: int, mine: list[Segment]) -> LocalPlan:
     local = (*padded[:dim], sum(segment.length for segment in mine), *padded[dim + 1 :])
-    origin = (0,) * len(shape)
     moves: list[Move] = []
     for segment in mine:
-        wanted = Box(
-            (*origin[:dim], segment.start, *origin[dim + 1 :]),
-            (*shape[:dim], segment.length, *shape[dim + 1 :]),
-        )
-        source = intersect(wanted, whole(shape))
+        move = segment.move(dim, shape)
+        source = intersect(move.source, whole(shape))
         if source is not None:
-            moves += _moves(Move(source, Box((*origin[:dim], segment.at, *origin[dim + 1 :]), source.shape)))
+            moves.append(Move(source, Box(move.local.start, source.shape)))
     zeros = subtract(whole(local), [move.local for move in moves])
     return LocalPlan(local, tuple(moves), tuple(zeros))
 
@@ -133,14 +122,6 @@ def _split_flat(shape: tuple[int, ...], target: Target) -> list[LocalPlan]:
             at += box.volume
         plans.append(LocalPlan((length,), tuple(moves), _boxes(Box((at,), (length - at,)))))
     return plans
-
-
-def _zeros(padded: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return tuple(subtract(whole(padded), [whole(shape)]))
-
-
-def _moves(move: Move) -> tuple[Move, ...]:
-    return (move,) if move.source.volume else ()
 
 
 def _boxes(box: Box) -> tuple[Box, ...]:

@@ -1,79 +1,58 @@
 """Union: from what the ranks hold of a parameter to a whole leaf. Arithmetic only; no file is opened.
 
-A rank's tensor may lie in one place or in several: a ZeRO rank's slice is an `Extent` of it. A rule says
-where in the leaf each rank's elements belong. `split` is the reverse.
+A rank's tensor is a `SourceLeaf` whose boxes are those of the rank's own tensor. It may lie in one place, or
+in several as in ZeRO. A rule says where in the whole leaf its elements belong. `split` is the reverse.
+
+`union` joins one parameter, `join` all of them. What a tied name has in the files becomes a further copy of
+the leaf, so that a difference is found.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from everystep.errors import CorruptCheckpoint, SpecError
 from everystep.format import dtypes
-from everystep.format.geometry import Box, boxes_of_range, contiguous_runs, intersect, whole
-from everystep.universal.cuts import DoesNotFit, join_widths
+from everystep.format.geometry import Box, contiguous_runs, intersect, whole
+from everystep.universal.cuts import DoesNotFit, Move, join_widths
 from everystep.universal.rules import Flat, Fused, Layout, Partial, Replicated, Rule, Shard, Unique
-from everystep.universal.source import SourceFragment, SourceLeaf
+from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
+from everystep.universal.spec import Assigned
 
 _MAX_RUNS = 1 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Elements `start` to `stop` of a rank's tensor, in C order, lie in `file` from byte `offset` on."""
-
-    file: str
-    offset: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """What one rank holds of a parameter. Its extents are in order and together all of it."""
-
-    shape: tuple[int, ...]
-    extents: tuple[Extent, ...]
-
-    @classmethod
-    def at(cls, file: str, offset: int, shape: tuple[int, ...]) -> LocalTensor:
-        """A tensor that lies in one place."""
-        return cls(shape, (Extent(file, offset, 0, math.prod(shape)),))
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A box of a rank's tensor, and where it begins in the leaf."""
-
-    local: Box
-    start: tuple[int, ...]
+Holders = Sequence[Sequence[SourceLeaf]]
+"""For each tensor-parallel rank in order: its tensor and further copies of it (of other data-parallel ranks
+or pipeline stages); none for a rank that does not hold the parameter."""
 
 
 def union(
-    name: str,
-    dtype: str,
-    rule: Rule,
-    ranks: Sequence[Sequence[LocalTensor]],
-    *,
-    leaf: str | None = None,
-    shape: tuple[int, ...] | None = None,
+    name: str, rule: Rule, ranks: Holders, *, leaf: str | None = None, shape: tuple[int, ...] | None = None
 ) -> SourceLeaf:
-    """The whole leaf of parameter `name`.
+    """The whole leaf of a parameter.
 
-    `ranks` has, for each tensor-parallel rank in order, its tensor and further copies of it (of other
-    data-parallel ranks or pipeline stages); none for a rank that does not hold the parameter. `leaf` is the
-    leaf's name, if not the parameter's. `shape` is the true shape, which `flat` needs.
+    Args:
+        name: The parameter, for messages.
+        rule: How the ranks hold it.
+        ranks: What they hold.
+        leaf: The leaf's name, if it is not the parameter's.
+        shape: The true shape, which `flat` needs.
     """
-    shapes = [[held.shape for held in copies] for copies in ranks]
+    leaf = leaf or name
+    dtypes_found = {held.dtype: _file_of(held) for copies in ranks for held in copies}
+    if len(dtypes_found) > 1:
+        shown = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes_found.items())
+        raise CorruptCheckpoint(f"its type differs between ranks: {shown}", leaf=leaf)
+    dtype = next(iter(dtypes_found), "F32")
     try:
-        return _union(leaf or name, dtype, rule, ranks, shape)
+        return _union(leaf, dtype, rule, ranks, shape)
     except DoesNotFit as error:
         shown = "; ".join(
-            f"rank {rank}: {', '.join(str(list(found)) for found in copies) or 'nothing'}"
-            for rank, copies in enumerate(shapes[:16])
+            f"rank {rank}: {', '.join(str(list(held.shape)) for held in copies) or 'nothing'}"
+            for rank, copies in enumerate(ranks[:16])
         )
         raise SpecError(
             f"parameter {name!r}: rule {rule.match} ({rule}) does not fit: {error}. Shapes: {shown}",
@@ -81,13 +60,39 @@ def union(
         ) from None
 
 
-def _union(
-    leaf: str,
-    dtype: str,
-    rule: Rule,
-    ranks: Sequence[Sequence[LocalTensor]],
-    shape: tuple[int, ...] | None,
-) -> SourceLeaf:
+def join(
+    taken: Sequence[Assigned], held: Mapping[str, Holders], prefix: str = "model.", suffix: str = ""
+) -> dict[str, SourceLeaf]:
+    """The leaves of the parameters that `held` has, by their new names; of tied ones, the same leaf.
+
+    Messages name leaves with `prefix` and `suffix`.
+    """
+    rules = {found.new_name: found.rule for found in taken}
+    leaves: dict[str, SourceLeaf] = {}
+    for found in taken:
+        if found.tied_to is None and found.name in held:
+            name = prefix + found.new_name + suffix
+            leaves[found.new_name] = union(found.name, found.rule, held[found.name], leaf=name)
+    ties = {
+        found.new_name: found.tied_to
+        for found in taken
+        if found.tied_to is not None and found.tied_to in leaves
+    }
+    for found in taken:
+        if found.new_name in ties and found.tied_to is not None and found.name in held:
+            of = leaves[found.tied_to]
+            same = union(found.name, rules[found.tied_to], held[found.name], leaf=of.name)
+            if (same.shape, same.dtype) != (of.shape, of.dtype):
+                raise CorruptCheckpoint(
+                    f"it is tied to {found.tied_to!r}, but has shape {list(same.shape)} and type "
+                    f"{same.dtype}, not {list(of.shape)} and {of.dtype}",
+                    leaf=found.name,
+                )
+            leaves[found.tied_to] = replace(of, copies=(*of.copies, same.fragments, *same.copies))
+    return {**leaves, **{name: leaves[of] for name, of in ties.items()}}
+
+
+def _union(leaf: str, dtype: str, rule: Rule, ranks: Holders, shape: tuple[int, ...] | None) -> SourceLeaf:
     itemsize = dtypes.itemsize(dtype)
     for copies in ranks:
         for held in copies:
@@ -95,42 +100,38 @@ def _union(
     if isinstance(rule.layout, Flat):
         if shape is None:
             raise DoesNotFit("the shape of a flat parameter must be known")
-        return SourceLeaf(leaf, dtype, shape, _join_flat(_firsts(ranks), shape, itemsize))
+        return SourceLeaf(leaf, dtype, shape, _join_flat(ranks, shape, itemsize))
     if any(held.shape != copies[0].shape for copies in ranks for held in copies):
         raise DoesNotFit("copies of one rank's tensor differ in shape")
     padded, placed = place(rule.layout, [copies[0].shape if copies else None for copies in ranks])
     true = strip(rule, padded)
     if shape is not None and shape != true:
         raise DoesNotFit(f"the union has shape {list(true)}, but the parameter has {list(shape)}")
-    alternatives: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[SourceFragment, ...]]] = {}
-    for copies, places in zip(ranks, placed, strict=True):
+    alternatives: dict[Box, list[tuple[SourceFragment, ...]]] = {}
+    for copies, moves in zip(ranks, placed, strict=True):
         for held in copies:
-            for found in places:
-                inside = intersect(Box(found.start, found.local.shape), whole(true))
-                if inside is None:
-                    continue
-                shift = tuple(a - b for a, b in zip(found.local.start, found.start, strict=True))
-                local = Box(tuple(map(sum, zip(inside.start, shift, strict=True))), inside.shape)
-                fragments = tuple(fragments_of_box(held, local, inside.start, itemsize))
-                alternatives.setdefault((inside.start, inside.shape), []).append(fragments)
+            for move in moves:
+                inside = intersect(move.source, whole(true))
+                if inside is not None:
+                    found = tuple(moved(held.fragments, Move(inside, _local_of(inside, move)), itemsize))
+                    alternatives.setdefault(inside, []).append(found)
     number = max(map(len, alternatives.values()), default=1)
-    versions = [
+    first, *others = (
         tuple(
             fragment
             for found in alternatives.values()
             for fragment in found[index if index < len(found) else 0]
         )
         for index in range(number)
-    ]
-    first, others = versions[0], tuple(versions[1:])
+    )
     if isinstance(rule.layout, Partial) and others:
-        return SourceLeaf(leaf, dtype, true, first, terms=others, reduce=rule.layout.reduce)
-    return SourceLeaf(leaf, dtype, true, first, copies=others)
+        return SourceLeaf(leaf, dtype, true, first, terms=tuple(others), reduce=rule.layout.reduce)
+    return SourceLeaf(leaf, dtype, true, first, copies=tuple(others))
 
 
 def place(
     layout: Layout, shapes: Sequence[tuple[int, ...] | None]
-) -> tuple[tuple[int, ...], list[list[Placed]]]:
+) -> tuple[tuple[int, ...], list[list[Move]]]:
     """The shape of the whole with its padding, and where each rank's elements belong. None: it has none."""
     held = [shape for shape in shapes if shape is not None]
     if not held:
@@ -140,8 +141,8 @@ def place(
     if isinstance(layout, (Unique, Replicated, Partial)):
         if len(set(held)) > 1:
             raise DoesNotFit("the ranks' shapes differ")
-        origin = (0,) * len(held[0])
-        return held[0], [[] if shape is None else [Placed(whole(shape), origin)] for shape in shapes]
+        all_of_it = Move(whole(held[0]), whole(held[0]))
+        return held[0], [[] if shape is None else [all_of_it] for shape in shapes]
     if isinstance(layout, Flat):
         raise DoesNotFit("flat has no boxes")
     if len(held) != len(shapes):
@@ -151,28 +152,14 @@ def place(
 
 def _place_cut(
     layout: Shard | Fused, shapes: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, ...], list[list[Placed]]]:
+) -> tuple[tuple[int, ...], list[list[Move]]]:
     dim = layout.dim
     if any(len(shape) <= dim for shape in shapes):
         raise DoesNotFit(f"there is no dimension {dim}")
     if len({(*shape[:dim], -1, *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise DoesNotFit(f"the ranks' shapes differ beyond dimension {dim}")
     size, segments = join_widths(layout, [shape[dim] for shape in shapes])
-    placed: list[list[Placed]] = []
-    for shape, mine in zip(shapes, segments, strict=True):
-        origin = (0,) * len(shape)
-        placed.append(
-            [
-                Placed(
-                    Box(
-                        (*origin[:dim], segment.at, *origin[dim + 1 :]),
-                        (*shape[:dim], segment.length, *shape[dim + 1 :]),
-                    ),
-                    (*origin[:dim], segment.start, *origin[dim + 1 :]),
-                )
-                for segment in mine
-            ]
-        )
+    placed = [[segment.move(dim, shapes[0]) for segment in mine] for mine in segments]
     return (*shapes[0][:dim], size, *shapes[0][dim + 1 :]), placed
 
 
@@ -188,69 +175,59 @@ def strip(rule: Rule, padded: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(true)
 
 
-def _firsts(ranks: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]:
+def moved(fragments: Iterable[SourceFragment], move: Move, itemsize: int) -> Iterator[SourceFragment]:
+    """What fragments hold of the box `move.local`, placed where `move.source` is."""
+    shift = tuple(a - b for a, b in zip(move.source.start, move.local.start, strict=True))
+    for fragment in fragments:
+        inside = intersect(fragment.box, move.local)
+        if inside is None:
+            continue
+        runs = contiguous_runs(inside, fragment.box)
+        if runs.number > _MAX_RUNS:
+            raise DoesNotFit(f"it would be read in {runs.number} runs of {runs.length} elements")
+        axis = len(runs.counts)
+        length = (*(1,) * axis, *inside.shape[axis:])
+        indices = itertools.product(*map(range, inside.start[:axis], inside.stop[:axis]))
+        for index, at in zip(indices, runs.offsets(), strict=True):
+            start = map(sum, zip((*index, *inside.start[axis:]), shift, strict=True))
+            yield SourceFragment(fragment.file, fragment.offset + at * itemsize, Box(tuple(start), length))
+
+
+def _local_of(inside: Box, move: Move) -> Box:
+    """The box of a rank's tensor for a part of `move.source`."""
+    start = tuple(
+        a - b + c for a, b, c in zip(inside.start, move.source.start, move.local.start, strict=True)
+    )
+    return Box(start, inside.shape)
+
+
+def _join_flat(ranks: Holders, shape: tuple[int, ...], itemsize: int) -> tuple[SourceFragment, ...]:
+    """Ranges that follow each other; what lies beyond the elements of the shape is padding."""
     if any(len(copies) > 1 for copies in ranks):
         raise DoesNotFit("flat ranges have no copies")
-    return [held for copies in ranks for held in copies]
-
-
-def _join_flat(
-    ranks: Sequence[LocalTensor], shape: tuple[int, ...], itemsize: int
-) -> tuple[SourceFragment, ...]:
-    """Ranges that follow each other; what lies beyond the elements of the shape is padding."""
     total = math.prod(shape)
-    held = sum(math.prod(rank.shape) for rank in ranks)
-    if held < total:
-        raise DoesNotFit(f"the ranks hold {held} elements, but the parameter has {total}")
     fragments: list[SourceFragment] = []
     begin = 0
-    for rank in ranks:
-        for extent in rank.extents:
-            start, stop = min(begin + extent.start, total), min(begin + extent.stop, total)
-            at = extent.offset
-            for box in boxes_of_range(shape, start, stop):
-                fragments.append(SourceFragment(extent.file, at, box))
-                at += box.volume * itemsize
-        begin += math.prod(rank.shape)
+    for copies in ranks:
+        for held in copies:
+            for fragment in held.fragments:
+                start, begin = begin, begin + fragment.box.volume
+                bounds = min(start, total), min(begin, total)
+                fragments += flat_fragments(fragment.file, fragment.offset, *bounds, shape, itemsize)
+    if begin < total:
+        raise DoesNotFit(f"the ranks hold {begin} elements, but the parameter has {total}")
     return tuple(fragments)
 
 
-def fragments_of_box(
-    held: LocalTensor, inner: Box, start: tuple[int, ...], itemsize: int
-) -> Iterator[SourceFragment]:
-    """Where a box of a rank's tensor lies in files. Its first element is element `start` of the leaf."""
-    runs = contiguous_runs(inner, whole(held.shape))
-    if runs.number > _MAX_RUNS:
-        raise DoesNotFit(f"it would be read in {runs.number} runs of {runs.length} elements")
-    shift = tuple(a - b for a, b in zip(start, inner.start, strict=True))
-    ends = [extent.stop for extent in held.extents]
-    for begin in runs.offsets():
-        end = begin + runs.length
-        for number in range(bisect_right(ends, begin), len(ends)):
-            extent = held.extents[number]
-            if extent.start >= end:
-                break
-            low, high = max(begin, extent.start), min(end, extent.stop)
-            at = extent.offset + (low - extent.start) * itemsize
-            for box in boxes_of_range(held.shape, low, high):
-                yield SourceFragment(
-                    extent.file, at, Box(tuple(map(sum, zip(box.start, shift, strict=True))), box.shape)
-                )
-                at += box.volume * itemsize
-
-
-def _require_all(leaf: str, held: LocalTensor) -> None:
-    at = 0
-    for extent in held.extents:
-        if extent.start != at or extent.stop < extent.start:
-            raise CorruptCheckpoint(
-                f"elements {at} to {extent.start} are missing", path=extent.file, leaf=leaf
-            )
-        at = extent.stop
-    if at != math.prod(held.shape):
-        where = held.extents[-1].file if held.extents else None
+def _require_all(leaf: str, held: SourceLeaf) -> None:
+    count = sum(fragment.box.volume for fragment in held.fragments)
+    if count != math.prod(held.shape):
         raise CorruptCheckpoint(
-            f"{at} elements are there, but shape {list(held.shape)} has {math.prod(held.shape)}",
-            path=where,
+            f"{count} elements are there, but shape {list(held.shape)} has {math.prod(held.shape)}",
+            path=_file_of(held),
             leaf=leaf,
         )
+
+
+def _file_of(held: SourceLeaf) -> str | None:
+    return held.fragments[-1].file if held.fragments else None

@@ -12,15 +12,15 @@ from typing import Any
 
 from everystep.errors import SpecError
 from everystep.format import dtypes
-from everystep.format.geometry import Box, intersect, whole
-from everystep.universal.cuts import DoesNotFit
+from everystep.format.geometry import whole
+from everystep.universal.cuts import DoesNotFit, Move
 from everystep.universal.rules import Rule
-from everystep.universal.source import Source, SourceFragment, SourceLeaf
+from everystep.universal.source import Source, SourceLeaf
 from everystep.universal.spec import Assigned, Spec
 from everystep.universal.state_tree import OptimizerState, source_of
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.reading import StoredTensor
-from everystep.universal.union import LocalTensor, fragments_of_box, strip
+from everystep.universal.union import moved, strip
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -143,34 +143,22 @@ def _with_copy(leaf: SourceLeaf, tied: SourceLeaf) -> SourceLeaf:
 def _stripped(leaf: SourceLeaf, rule: Rule, name: str) -> SourceLeaf:
     if not rule.pads:
         return leaf
+    size = dtypes.itemsize(leaf.dtype)
     try:
         true = strip(rule, leaf.shape)
         if leaf.computed is not None and true != leaf.shape:
             raise DoesNotFit("it is stored compressed, so that padding cannot be taken away")
+        move = Move(whole(true), whole(true))
+        return replace(
+            leaf,
+            shape=true,
+            fragments=tuple(moved(leaf.fragments, move, size)),
+            copies=tuple(tuple(moved(copy, move, size)) for copy in leaf.copies),
+            terms=tuple(tuple(moved(term, move, size)) for term in leaf.terms),
+        )
     except DoesNotFit as error:
         raise SpecError(
             f"parameter {name!r}: rule {rule.match} ({rule}) does not fit: {error}. "
             f"Shape: {list(leaf.shape)}",
             names=[name],
         ) from None
-    size = dtypes.itemsize(leaf.dtype)
-    return replace(
-        leaf,
-        shape=true,
-        fragments=_cut(leaf.fragments, true, size),
-        copies=tuple(_cut(copy, true, size) for copy in leaf.copies),
-        terms=tuple(_cut(term, true, size) for term in leaf.terms),
-    )
-
-
-def _cut(
-    fragments: tuple[SourceFragment, ...], shape: tuple[int, ...], itemsize: int
-) -> tuple[SourceFragment, ...]:
-    found: list[SourceFragment] = []
-    for fragment in fragments:
-        inside = intersect(fragment.box, whole(shape))
-        if inside is not None:
-            held = LocalTensor.at(fragment.file, fragment.offset, fragment.box.shape)
-            first = tuple(a - b for a, b in zip(inside.start, fragment.box.start, strict=True))
-            found += fragments_of_box(held, Box(first, inside.shape), inside.start, itemsize)
-    return tuple(found)

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep.format.geometry import Box
+from everystep.format.geometry import Box, whole
 from everystep.universal.source import SourceFragment, SourceLeaf
 from everystep.universal.split import LocalPlan
-from everystep.universal.union import LocalTensor
 
 Array = NDArray[np.float32]
 
@@ -31,10 +30,16 @@ def carry_out(plan: LocalPlan, whole: Array) -> Array:
     return local
 
 
-def store(path: Path, array: Array, lead: int = 0) -> LocalTensor:
+def store(path: Path, array: Array, lead: int = 0) -> SourceLeaf:
     """Writes a tensor into a file of its own, after some other bytes."""
     path.write_bytes(b"\xff" * lead + array.tobytes())
-    return LocalTensor.at(str(path), lead, array.shape)
+    return lying_at(str(path), lead, array.shape)
+
+
+def lying_at(path: str, offset: int, shape: tuple[int, ...]) -> SourceLeaf:
+    """What a rank holds, in one piece."""
+    fragments = (SourceFragment(path, offset, whole(shape)),) if np.prod(shape) else ()
+    return SourceLeaf("held", "F32", shape, fragments)
 
 
 def read_fragments(leaf: SourceLeaf, fragments: Sequence[SourceFragment], dtype: type = np.float32) -> Array:

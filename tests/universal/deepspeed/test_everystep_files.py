@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import everystep
-from everystep.universal.deepspeed.layout.everystep_files import read_everystep_file
-from everystep.universal.deepspeed.names import CLASSES, FRAGMENT, NAMESPACE, STAGE, from_plain, to_plain
+from everystep.universal.deepspeed.everystep_files import read_everystep_file
+from everystep.universal.deepspeed.names import CLASSES, FRAGMENT, NAMESPACE, STAGE
+from everystep.universal.deepspeed.plain_objects import from_plain, to_plain
 from everystep.universal.torch_file.pickle_machine import Record
 from everystep.universal.torch_file.reading import StoredTensor
 

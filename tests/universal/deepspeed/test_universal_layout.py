@@ -32,6 +32,7 @@ from everystep.universal import fused, pad, replicated, rule, shard
 from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.deepspeed import universal_source as ds_universal
 from everystep.universal.deepspeed import universal_target as target
+from everystep.universal.deepspeed.names import CLASSES
 from everystep.universal.torch_file.reading import read_torch_file
 from support.foreign.source_leaves import assert_same, by_name
 from support.processes.child_processes import Pipe, forked
@@ -114,7 +115,7 @@ def test_files_have_what_deepspeed_loads_into_all_stages(tmp_path: Path, name: s
 
 def test_the_optimizer_state_has_both_forms_and_the_loss_scaler(tmp_path: Path) -> None:
     universal.convert(ZERO / "z1_fp32_2", tmp_path / "out", to="ds-universal")
-    common = read_torch_file(tmp_path / "out" / "zero" / "optimizer_state.pt", deepspeed.CLASSES)
+    common = read_torch_file(tmp_path / "out" / "zero" / "optimizer_state.pt", CLASSES)
     assert common["loss_scaler"].name == "deepspeed.runtime.fp16.loss_scaler.LossScaler"
     assert common["loss_scaler"].attributes["cur_scale"] == 1.0
     assert common["ds_version"]

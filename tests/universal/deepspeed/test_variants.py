@@ -25,6 +25,7 @@ from everystep.errors import (
 )
 from everystep.universal import Spec
 from everystep.universal.deepspeed import source as deepspeed
+from everystep.universal.deepspeed.names import CLASSES
 from everystep.universal.rules import replicated, rule, shard, unique
 from everystep.universal.source import Source
 from support.foreign.source_leaves import assembled, assert_same, by_name
@@ -236,7 +237,7 @@ def deepspeed_step(path: Path) -> int:
 def universal_content(path: Path) -> Any:
     from everystep.universal.torch_file.reading import read_torch_file
 
-    return read_torch_file(path, deepspeed.CLASSES)
+    return read_torch_file(path, CLASSES)
 
 
 def test_replicas_that_differ_fail_the_conversion(tmp_path: Path) -> None:

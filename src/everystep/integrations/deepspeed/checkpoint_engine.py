@@ -38,7 +38,7 @@ from everystep.integrations.shared.fitting import merged, require_fit
 from everystep.integrations.shared.folders import damage_of, first_intact
 from everystep.paths import local_path
 from everystep.store import load
-from everystep.universal.deepspeed.names import from_plain, to_plain
+from everystep.universal.deepspeed.plain_objects import from_plain, to_plain
 
 WRAPPED: Final = ("save_checkpoint", "load_checkpoint", "load_module_state_dict", "_take_model_step")
 """The methods of a DeepSpeedEngine that `use` replaces."""

@@ -24,7 +24,7 @@ from everystep.integrations.shared.entries import with_entries
 from everystep.integrations.shared.fitting import merged, require_fit
 from everystep.state.marks import per_rank
 from everystep.state.rng import rng
-from everystep.universal.deepspeed.names import from_plain, to_plain
+from everystep.universal.deepspeed.plain_objects import from_plain, to_plain
 
 
 def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:

@@ -12,10 +12,7 @@ import os
 from everystep.engine import fs
 from everystep.errors import CheckpointExists, EverystepError
 from everystep.store import open as open_checkpoint
-
-LATEST = "latest"
-_FILE = "_states.pt"
-"""How the names of DeepSpeed's files end."""
+from everystep.universal.deepspeed.names import LATEST, STATES
 
 
 def partial_of(path: str) -> str:
@@ -58,7 +55,7 @@ def publish(tag: str) -> None:
 
 def _carry_over(old: str, new: str) -> None:
     for name in os.listdir(old):
-        if name.endswith(_FILE):
+        if name.endswith(STATES):
             continue
         if os.path.isdir(os.path.join(old, name)):
             raise CheckpointExists(
@@ -93,7 +90,7 @@ def files_of(tag: str) -> list[str]:
     """The files of a tag that are Everystep checkpoints. None are if DeepSpeed itself wrote the tag."""
     if not os.path.isdir(tag):
         return []
-    found = (os.path.join(tag, name) for name in sorted(os.listdir(tag)) if name.endswith(_FILE))
+    found = (os.path.join(tag, name) for name in sorted(os.listdir(tag)) if name.endswith(STATES))
     return [path for path in found if os.path.isdir(path)]
 
 

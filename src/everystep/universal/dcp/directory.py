@@ -19,6 +19,7 @@ from everystep.universal.torch_file.leaves import leaf_of_pieces
 from everystep.universal.torch_file.pickle_classes import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
 from everystep.universal.torch_file.pickle_machine import MAX_PICKLE_NBYTES, PickleMachine, Record
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file, torch_dtype
+from everystep.universal.torch_file.values import is_shape
 from everystep.universal.torch_file.zip_reader import OpenFile
 
 METADATA = ".metadata"
@@ -117,9 +118,8 @@ class DcpDirectory:
         """The type and shape of a tensor."""
         known = self._entries[name].attributes
         shape, properties = known.get("size"), known.get("properties")
-        if not _is_shape(shape) or not isinstance(properties, Record):
+        if not is_shape(shape) or not isinstance(properties, Record):
             raise self._corrupt("the description of the tensor is damaged", name)
-        assert isinstance(shape, tuple)
         return self._dtype(name, properties), tuple(shape)
 
     def pieces(self, name: str) -> list[Piece]:
@@ -208,7 +208,7 @@ class DcpDirectory:
     def _box(self, name: str, chunk: object) -> Box:
         known = chunk.attributes if isinstance(chunk, Record) else {}
         start, shape = known.get("offsets"), known.get("sizes")
-        if not _is_shape(start) or not _is_shape(shape) or len(start or ()) != len(shape or ()):
+        if not is_shape(start) or not is_shape(shape) or len(start or ()) != len(shape or ()):
             raise self._corrupt("the description of a piece is damaged", name)
         return Box(tuple(start or ()), tuple(shape or ()))
 
@@ -224,7 +224,3 @@ class DcpDirectory:
             raise self._corrupt(str(error), name) from error
         if not apart or sum(box.volume for box in boxes) != whole(shape).volume:
             raise self._corrupt("the pieces do not make up the tensor", name)
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)

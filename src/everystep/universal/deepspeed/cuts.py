@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, SpecError
+from everystep.universal.deepspeed.names import SUBPARAM_SHAPE
 from everystep.universal.rules import (
     Flat,
     Fused,
@@ -36,7 +37,6 @@ PARAM, CAT_DIM, PARTS, SIZES, VOCABULARY = (
     "sub_param_shape",
     "vocab_tensor",
 )
-SIZES_CLASS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 
 
 def fields_of_rule(name: str, shape: tuple[int, ...], found: Rule) -> dict[str, object]:
@@ -69,7 +69,7 @@ def fields_of_rule(name: str, shape: tuple[int, ...], found: Rule) -> dict[str, 
             parts = tuple(unit * size for size in sizes)
             view = (*shape[: layout.dim], parts, *shape[layout.dim + 1 :])
             attributes = {"patterns": [], "shape": view, "partition_dim": layout.dim}
-            fields[SIZES] = Instance(SIZES_CLASS, attributes)
+            fields[SIZES] = Instance(SUBPARAM_SHAPE, attributes)
     if found.pads:
         fields[VOCABULARY] = True
     return fields

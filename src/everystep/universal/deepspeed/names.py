@@ -1,74 +1,79 @@
-"""What DeepSpeed puts into its files, as plain values and back.
+"""What DeepSpeed calls its files, the entries in them and its classes. No other module knows these names.
 
-Beside tensors and values, DeepSpeed saves objects of a few classes of its own (`CLASSES`), and its users
-their ``argparse.Namespace``. Everystep stores no pickles: such an object is stored as the name of its class
-and its attributes. `integrations.deepspeed` writes them, and `everystep convert --kind deepspeed` reads them.
 Importing this module imports neither DeepSpeed nor torch.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from enum import Enum
-from typing import Any
+import re
+
+# --- files
+
+LATEST = "latest"
+"""The file beside the tags that names the newest one."""
+LATEST_UNIVERSAL = "latest_universal"
+"""The same for directories in the universal layout; ``.`` means the directory that the file is in."""
+STATES = "_states.pt"
+"""How the names of a tag's files end."""
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
+LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt", re.ASCII)
+EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt", re.ASCII)
+EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
+ZERO = "zero"
+"""The directory of the universal layout that has a directory for each parameter."""
+OPTIMIZER_STATE = "optimizer_state.pt"
+WANTED = (
+    "*_model_states.pt with *_optim_states.pt or layer_*-model_states.pt, "
+    f"or {LATEST!r} beside their directory"
+)
+WANTED_UNIVERSAL = f"{ZERO}/{OPTIMIZER_STATE}, or {LATEST_UNIVERSAL}"
+
+
+def model_file(model_rank: int, *, zero3: bool = False) -> str:
+    """The name of a model-parallel rank's model file; with `zero3`, that of its first data-parallel rank."""
+    return f"{'zero_pp_rank_0_' if zero3 else ''}mp_rank_{model_rank:02d}_model_states.pt"
+
+
+# --- entries of files
+
+MODULE, BUFFERS, INFO = "module", "buffer_names", "universal_checkpoint_info"
+PARAM_SHAPES, SHARED = "param_shapes", "shared_params"
+FROZEN_SHAPES, FROZEN_PIECES = "frozen_param_shapes", "frozen_param_fragments"
+DEGREES = "checkpoint_parallel_dimensions"
+SCHEDULER = "lr_scheduler"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+GLOBAL_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""Of an optimizer, beside its param_groups; values ``deepspeed.<name>`` in our states."""
+FP32, STEP = "fp32", "step"
+OWN_KEYS = frozenset(
+    [
+        *(MODULE, BUFFERS, INFO, PARAM_SHAPES, SHARED, FROZEN_SHAPES, FROZEN_PIECES, DEGREES, SCHEDULER),
+        *COUNTERS,
+        "optimizer",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "ds_autoep_layers",
+        "autoep_layers",
+    ]
+)
+"""What DeepSpeed itself puts into a model file. Everything else is the client's."""
+
+# --- classes
 
 FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-CLASSES = frozenset(
-    {
-        FRAGMENT,
-        STAGE,
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    }
-)
-"""The classes of DeepSpeed's own whose objects are in its files."""
+LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+DYNAMIC_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+CLASSES = frozenset({FRAGMENT, STAGE, LOSS_SCALER, DYNAMIC_LOSS_SCALER})
+"""The classes of DeepSpeed whose objects are in its files."""
+SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+"""A further one in files of the universal layout."""
 NAMESPACE = "argparse.Namespace"
-
-_CLASS, _STATE = "everystep.class", "everystep.state"
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def to_plain(value: Any, leaf: Callable[[Any], Any] = _same) -> Any:
-    """The value with plain ones for objects of known classes. `leaf`: what becomes of all that is not nested.
-
-    Objects of other classes stay: Everystep refuses them, and names their place.
-    """
-    kind = type(value)
-    if kind is dict:
-        return {key: to_plain(item, leaf) for key, item in value.items()}
-    if kind is OrderedDict:
-        made = OrderedDict((key, to_plain(item, leaf)) for key, item in value.items())
-        vars(made).update(vars(value))  # the versions of modules, in a module's state dict
-        return made
-    if kind is list:
-        return [to_plain(item, leaf) for item in value]
-    if kind is tuple:
-        return tuple([to_plain(item, leaf) for item in value])
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if name in CLASSES or name == NAMESPACE:
-        state = value.value if isinstance(value, Enum) else to_plain(vars(value), leaf)
-        return {_CLASS: name, _STATE: state}
-    return leaf(value)
-
-
-def from_plain(value: Any, make: Callable[[str, Any], Any], leaf: Callable[[Any], Any] = _same) -> Any:
-    """The reverse. `make` gets the name of a known class, and the attributes or the value of an object."""
-    kind = type(value)
-    if kind is dict:
-        if value.keys() == {_CLASS, _STATE} and (value[_CLASS] in CLASSES or value[_CLASS] == NAMESPACE):
-            return make(value[_CLASS], from_plain(value[_STATE], make, leaf))
-        return {key: from_plain(item, make, leaf) for key, item in value.items()}
-    if kind is OrderedDict:
-        made = OrderedDict((key, from_plain(item, make, leaf)) for key, item in value.items())
-        vars(made).update(vars(value))
-        return made
-    if kind is list:
-        return [from_plain(item, make, leaf) for item in value]
-    if kind is tuple:
-        return tuple([from_plain(item, make, leaf) for item in value])
-    return leaf(value)
+"""The class of arguments that users put into the client state."""

@@ -14,13 +14,10 @@ from everystep.errors import UnsupportedState
 from everystep.state import Node, unflatten
 from everystep.state.node import LEAF, TENSOR, blob_names, localized, tensor_body
 from everystep.store.stream.element_casts import FLOATS
-from everystep.universal.deepspeed.source import OWN_KEYS
+from everystep.universal.deepspeed.names import COUNTERS, FP32, OWN_KEYS, SCHEDULER, STEP
 from everystep.universal.items import Job
 from everystep.universal.torch_file.directories import leaf_tensor
 from everystep.universal.torch_file.pickle_writer import PendingTensor
-
-_FP32, _STEP = "fp32", "step"
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(slots=True)
@@ -72,8 +69,8 @@ def training_of(job: Job) -> Training:
     _add_masters(training)
     deepspeed = rest.pop("deepspeed", None)
     training.deepspeed = deepspeed if isinstance(deepspeed, dict) else {}
-    training.lr_scheduler = rest.pop("lr_scheduler", None)
-    counted = {key: rest.pop(key, None) for key in _COUNTERS}
+    training.lr_scheduler = rest.pop(SCHEDULER, None)
+    counted = {key: rest.pop(key, None) for key in COUNTERS}
     training.counters = {key: value if type(value) is int else 0 for key, value in counted.items()}
     training.counters["global_steps"] = training.counters["global_steps"] or job.checkpoint.step
     for key in rest:
@@ -125,10 +122,10 @@ def _add_optimizer(training: Training, optimizer: object) -> None:
 
 def _add_state(training: Training, name: str, key: str, value: object) -> None:
     weight = training.model[name]
-    if key == _STEP:
+    if key == STEP:
         training.steps[name] = value
         training.step = value if training.step is None else training.step
-    elif key == _FP32 and isinstance(value, PendingTensor):
+    elif key == FP32 and isinstance(value, PendingTensor):
         training.masters[name] = value
         if value is weight:
             training.own_masters.add(name)
@@ -191,7 +188,7 @@ def _places(job: Job, training: Training, tensors: Mapping[str, PendingTensor]) 
     """Where each item is found when the result is read: what belonged to one rank is there without that."""
     client: dict[int, str] = {}
     _walk(training.client, "", client)
-    _walk({"lr_scheduler": training.lr_scheduler}, "", client)
+    _walk({SCHEDULER: training.lr_scheduler}, "", client)
     return {item.name: client.get(id(tensors[item.name]), item.name) for item in job.items}
 
 

@@ -15,41 +15,61 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.deepspeed.cuts import PARAM, SIZES_CLASS, rule_of_fields
-from everystep.universal.deepspeed.source import CLASSES, OWN_KEYS
-from everystep.universal.joining import join_one
+from everystep.universal.deepspeed.cuts import PARAM, rule_of_fields
+from everystep.universal.deepspeed.files import (
+    Shape,
+    add_values,
+    frozen_leaf,
+    param_shapes,
+    require_one_step,
+    tag_folder,
+)
+from everystep.universal.deepspeed.names import (
+    BUFFERS,
+    CLASSES,
+    DEGREES,
+    FP32,
+    FROZEN_SHAPES,
+    INFO,
+    LATEST,
+    LATEST_UNIVERSAL,
+    MODEL_FILE,
+    MODULE,
+    OPTIMIZER_STATE,
+    PARAM_SHAPES,
+    SHARED,
+    STEP,
+    SUBPARAM_SHAPE,
+    WANTED_UNIVERSAL,
+    ZERO,
+)
 from everystep.universal.presets import deepspeed_rules
 from everystep.universal.rules import Rule, replicated, rule
-from everystep.universal.source import Source, SourceFragment, SourceLeaf, flat_fragments
+from everystep.universal.source import Source, SourceLeaf, flat_fragments
 from everystep.universal.state_tree import source_of
-from everystep.universal.torch_file.leaves import leaf_of
+from everystep.universal.torch_file.leaves import leaf_of, lying_leaf
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
+from everystep.universal.torch_file.values import is_shape
 from everystep.universal.training_state import TrainingState, plain
+from everystep.universal.union import Holders, union
 
 KIND = "ds-universal"
-WANTED = "zero/optimizer_state.pt, or latest_universal"
-LATEST = "latest_universal"
-ZERO, OPTIMIZER_STATE, FP32, STEP = "zero", "optimizer_state.pt", "fp32", "step"
-GLOBAL_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""Of the optimizer, beside its param_groups; values ``deepspeed.<name>`` here."""
-INFO, BUFFERS = "universal_checkpoint_info", "buffer_names"
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
+WANTED = WANTED_UNIVERSAL
 _MAX_DEGREE = 1 << 16
-_CLASSES = CLASSES | {SIZES_CLASS}
+_CLASSES = CLASSES | {SUBPARAM_SHAPE}
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
     """What was found, or None if this is nothing that `describe` reads."""
     where = os.path.abspath(path)
     try:
-        if os.path.exists(os.path.join(where, "latest")):
+        if os.path.exists(os.path.join(where, LATEST)):
             return None  # a run of DeepSpeed's: what it names goes before what was made of it
-        folder = _tag_folder(where)
+        folder = tag_folder(where, LATEST_UNIVERSAL)
     except (OSError, CorruptCheckpoint):
         return None
     if os.path.isfile(os.path.join(folder, ZERO, OPTIMIZER_STATE)):
@@ -62,35 +82,16 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
     return _Checkpoint(os.path.abspath(path)).source()
 
 
-def _tag_folder(path: str) -> str:
-    latest = os.path.join(path, LATEST)
-    try:
-        with open(latest, encoding="utf-8") as file:
-            tag = file.read(4096).strip()
-    except FileNotFoundError:
-        return path
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorruptCheckpoint(f"the file cannot be read: {error}", path=latest) from error
-    if tag == ".":
-        return path
-    if not tag or tag != os.path.basename(tag) or tag == "..":
-        raise CorruptCheckpoint(f"the file does not name a directory beside it: {tag[:80]!r}", path=latest)
-    folder = os.path.join(path, tag)
-    if not os.path.isdir(folder):
-        raise IncompleteCheckpoint(f"the directory {tag!r}, which {LATEST!r} names, is missing", path=path)
-    return folder
-
-
 class _Checkpoint:
     def __init__(self, path: str) -> None:
         self._path = path
-        self._folder = _tag_folder(path)
+        self._folder = tag_folder(path, LATEST_UNIVERSAL)
         self._zero = os.path.join(self._folder, ZERO)
-        self._fragments: dict[int, str] = {}  # by data-parallel rank: files with pieces of frozen parameters
+        self._pieces: dict[int, str] = {}  # by data-parallel rank: files with pieces of frozen parameters
         self._models = self._read_models()
         self._model = self._models[0][1]
         self._tp, self._pp = self._degrees()
-        self._require_one_step()
+        require_one_step(self._folder, (content for _, content in self._models))
         self._common = self._read(os.path.join(self._zero, OPTIMIZER_STATE))
         if not isinstance(self._common, dict):
             raise UnsupportedSource(f"{self._zero}/{OPTIMIZER_STATE}: this is not a dict of optimizer state")
@@ -103,32 +104,29 @@ class _Checkpoint:
 
     def _read_models(self) -> list[tuple[str, dict[str, Any]]]:
         """The model's files, by model-parallel rank."""
-        plain: dict[int, str] = {}
-        partitioned: dict[int, dict[int, str]] = {}
+        files: dict[int | None, dict[int, str]] = {}  # by data-parallel rank, if a name has it
         for name in sorted(os.listdir(self._folder)):
-            if match := _MODEL.fullmatch(name):
-                where = os.path.join(self._folder, name)
-                if match[1] is None:
-                    plain[int(match[2])] = where
-                else:
-                    partitioned.setdefault(int(match[1]), {})[int(match[2])] = where
-        if not plain and not partitioned:
+            if match := MODEL_FILE.fullmatch(name):
+                rank = None if match[1] is None else int(match[1])
+                files.setdefault(rank, {})[int(match[2])] = os.path.join(self._folder, name)
+        if not files:
             raise IncompleteCheckpoint("there is no *_model_states.pt file", path=self._folder)
-        found = plain or partitioned[min(partitioned)]
+        partitioned = {rank: paths for rank, paths in files.items() if rank is not None}
+        found = files[None] if None in files else partitioned[min(partitioned)]
         if set(found) != set(range(len(found))):
             missing = min(set(range(max(found))) - set(found))
             raise IncompleteCheckpoint(f"the model file of rank {missing} is missing", path=self._folder)
-        if not plain:
-            self._fragments = {rank: files[0] for rank, files in partitioned.items() if 0 in files}
+        if None not in files:
+            self._pieces = {rank: paths[0] for rank, paths in partitioned.items() if 0 in paths}
         read = [(found[rank], self._read(found[rank])) for rank in sorted(found)]
         for where, content in read:
-            if not isinstance(content, dict) or "param_shapes" not in content:
-                raise UnsupportedSource(f"{where}: there is no 'param_shapes'; this is not a model file")
+            if not isinstance(content, dict) or PARAM_SHAPES not in content:
+                raise UnsupportedSource(f"{where}: there is no {PARAM_SHAPES!r}; this is not a model file")
         return read
 
     def _degrees(self) -> tuple[int, int]:
         """How many tensor-parallel ranks and pipeline stages the model's files are of."""
-        known = self._model.get("checkpoint_parallel_dimensions")
+        known = self._model.get(DEGREES)
         count = len(self._models)
         tp, pp = count, 1
         if isinstance(known, dict):
@@ -142,32 +140,16 @@ class _Checkpoint:
             )
         return tp, pp
 
-    def _require_one_step(self) -> None:
-        steps = {content.get("global_steps", 0) for _, content in self._models}
-        if len(steps) > 1:
-            raise CorruptCheckpoint(
-                f"the model files are of steps {', '.join(map(str, steps))}: several steps are mixed",
-                path=self._folder,
-            )
-
-    def _find_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+    def _find_shapes(self) -> list[dict[str, Shape]]:
         """The trained parameters, by group, with the shapes that the first rank has of them."""
-        groups: list[dict[str, tuple[int, ...]]] = []
+        groups: list[dict[str, Shape]] = []
         for stage in range(self._pp):
-            path, content = self._models[stage * self._tp]
-            shapes = content["param_shapes"]
-            shapes = [shapes] if isinstance(shapes, dict) else shapes
-            if not isinstance(shapes, list) or not all(isinstance(group, dict) for group in shapes):
-                raise UnsupportedSource(f"{path}: 'param_shapes' is in a form that is not known")
-            for number, group in enumerate(shapes):
+            for number, group in enumerate(param_shapes(*self._models[stage * self._tp])):
                 if number == len(groups):
                     groups.append({})
-                for name, shape in group.items():
-                    if not isinstance(name, str) or not _is_shape(shape):
-                        raise CorruptCheckpoint(
-                            "the shape of a parameter is damaged", path=path, leaf=str(name)
-                        )
-                    groups[number].setdefault(name, shape)
+                groups[number].update(
+                    {name: shape for name, shape in group.items() if name not in groups[number]}
+                )
         return groups
 
     # --- parameters
@@ -189,7 +171,7 @@ class _Checkpoint:
         return source_of(self._path, KIND, made.tree(), step=step, facts=self._facts())
 
     def _add_states(
-        self, made: TrainingState, group: int, name: str, shape: tuple[int, ...]
+        self, made: TrainingState, group: int, name: str, shape: Shape
     ) -> tuple[SourceLeaf, Rule]:
         """Adds what the optimizer keeps for a parameter; gives its FP32 weight, and how ranks cut it."""
         if name != os.path.basename(name) or name in (".", "..", ""):
@@ -227,7 +209,7 @@ class _Checkpoint:
         return master, found
 
     def _state_leaf(
-        self, leaf: str, name: str, folder: str, state: str, shape: tuple[int, ...]
+        self, leaf: str, name: str, folder: str, state: str, shape: Shape
     ) -> tuple[SourceLeaf, Rule]:
         path = os.path.join(folder, f"{state}.pt")
         content = self._read(path)
@@ -247,9 +229,7 @@ class _Checkpoint:
             )
         return leaf_of(leaf, tensor), rule_of_fields(fields, tensor.shape, path)
 
-    def _flat_leaf(
-        self, leaf: str, name: str, tensor: StoredTensor, shape: tuple[int, ...], path: str
-    ) -> SourceLeaf:
+    def _flat_leaf(self, leaf: str, name: str, tensor: StoredTensor, shape: Shape, path: str) -> SourceLeaf:
         count = math.prod(shape)
         if tensor.count != count or not tensor.contiguous:
             raise CorruptCheckpoint(
@@ -275,11 +255,11 @@ class _Checkpoint:
         self, made: TrainingState, masters: Mapping[str, SourceLeaf], rules: Mapping[str, Rule]
     ) -> None:
         """Weights as they were trained with, buffers and frozen parameters."""
-        shared = self._model.get("shared_params") or {}
-        frozen = self._model.get("frozen_param_shapes") or {}
-        held: dict[str, list[list[StoredTensor]]] = {}
+        shared = self._model.get(SHARED) or {}
+        frozen = self._model.get(FROZEN_SHAPES) or {}
+        held: dict[str, list[list[SourceLeaf]]] = {}
         for rank, (path, content) in enumerate(self._models):
-            module = content.get("module")
+            module = content.get(MODULE)
             if module is not None and not isinstance(module, dict):
                 raise UnsupportedSource(f"{path}: 'module' is not a state dict")
             for name, tensor in (module or {}).items():
@@ -290,7 +270,8 @@ class _Checkpoint:
                 # ZeRO-3 leaves empty ones in place of what it cut over its ranks.
                 empty = not tensor.count and self._true_count(name, masters, frozen)
                 if not empty:
-                    held.setdefault(name, [[] for _ in range(self._tp)])[rank % self._tp].append(tensor)
+                    ranks = held.setdefault(name, [[] for _ in range(self._tp)])
+                    ranks[rank % self._tp].append(lying_leaf(name, tensor))
         info = self._model.get(INFO)
         buffers = self._model.get(BUFFERS) or ()
         known = deepspeed_rules(info) if isinstance(info, dict) and self._tp > 1 else ()
@@ -300,7 +281,7 @@ class _Checkpoint:
                 found = None  # the patterns are for parameters: every rank has the same
             if found is None or _all_alike(holders, masters.get(name)):
                 found = rule("*", replicated())
-            leaf = join_one(name, f"model.{name}", found, holders)
+            leaf = union(name, found, holders, leaf=f"model.{name}")
             if name in masters and leaf.shape != masters[name].shape:
                 raise CorruptCheckpoint(
                     f"it has shape {list(leaf.shape)}, but its FP32 weight has {list(masters[name].shape)}",
@@ -310,39 +291,23 @@ class _Checkpoint:
             made.model[name] = leaf
         for name, shape in frozen.items():
             if name not in held:
-                made.model[name] = self._frozen_leaf(name, shape)
+                made.model[name] = frozen_leaf(name, shape, self._models_with_pieces(name))
 
     def _true_count(self, name: str, masters: Mapping[str, SourceLeaf], frozen: Mapping[str, object]) -> int:
         shape: object = masters[name].shape if name in masters else frozen.get(name)
-        return math.prod(shape) if isinstance(shape, tuple) and _is_shape(shape) and shape else 0
+        return math.prod(shape) if is_shape(shape) and shape else 0
 
-    def _frozen_leaf(self, name: str, shape: object) -> SourceLeaf:
-        """ZeRO-3 cuts frozen parameters, too; the pieces are in the model files of data-parallel ranks."""
-        if not isinstance(shape, tuple) or not _is_shape(shape):
-            raise CorruptCheckpoint(
-                "the shape of a parameter is damaged", path=self._models[0][0], leaf=str(name)
-            )
-        count, world = math.prod(shape), len(self._fragments)
-        if set(self._fragments) != set(range(world)) or world != self._model.get("dp_world_size"):
+    def _models_with_pieces(self, name: str) -> list[tuple[str, Mapping[Any, Any]]]:
+        world = len(self._pieces)
+        if set(self._pieces) != set(range(world)) or world != self._model.get("dp_world_size"):
             raise IncompleteCheckpoint(
                 "model files are missing that have pieces of frozen parameters", path=self._folder, leaf=name
             )
-        part = -(-count // world)
-        fragments: list[SourceFragment] = []
-        dtype = "F32"
-        for rank in range(world):
-            path = self._fragments[rank]
-            pieces = (self._model if rank == 0 else self._read(path)).get("frozen_param_fragments") or {}
-            start, stop = min(count, rank * part), min(count, (rank + 1) * part)
-            piece = pieces.get(name)
-            if not isinstance(piece, StoredTensor) or not piece.contiguous or piece.count < stop - start:
-                raise CorruptCheckpoint("the piece of a frozen parameter is missing", path=path, leaf=name)
-            dtype = piece.dtype
-            fragments += flat_fragments(piece.file, piece.offset, start, stop, shape, piece.itemsize)
-        return SourceLeaf(f"model.{name}", dtype, shape, tuple(fragments))
+        paths = [self._pieces[rank] for rank in range(world)]
+        return [(path, self._model if rank == 0 else self._read(path)) for rank, path in enumerate(paths)]
 
     def _add_tied(self, made: TrainingState) -> None:
-        for name, other in (self._model.get("shared_params") or {}).items():
+        for name, other in (self._model.get(SHARED) or {}).items():
             if other not in made.model:
                 raise CorruptCheckpoint(
                     f"it is tied to {other!r}, which is missing", path=self._models[0][0], leaf=str(name)
@@ -358,25 +323,7 @@ class _Checkpoint:
             if not cut and len(groups) == len(self._shapes) and not _named(groups):
                 groups = [{**group, "params": list(self._shapes[i])} for i, group in enumerate(groups)]
             made.groups = plain(groups, self._path)
-        for key, value in self._model.items():
-            if key not in OWN_KEYS:
-                made.rest[key] = plain(value, self._path)
-        for key in ("global_steps", "global_samples", "skipped_steps"):
-            if type(self._model.get(key)) is int:
-                made.rest[key] = self._model[key]
-        if self._model.get("lr_scheduler") is not None:
-            made.rest["lr_scheduler"] = plain(self._model["lr_scheduler"], self._path)
-        own = {
-            key: plain(self._common[key], self._path)
-            for key in GLOBAL_STATE
-            if self._common.get(key) is not None
-        }
-        if isinstance(self._model.get(INFO), dict):
-            own[INFO] = plain(self._model[INFO], self._path)
-        if isinstance(self._model.get(BUFFERS), list):
-            own[BUFFERS] = self._model[BUFFERS]
-        if own:
-            made.rest["deepspeed"] = own
+        add_values(made, self._model, self._common)
 
     def _facts(self) -> dict[str, str]:
         facts = {}
@@ -388,9 +335,9 @@ class _Checkpoint:
         return facts
 
 
-def _all_alike(holders: list[list[StoredTensor]], master: SourceLeaf | None) -> bool:
+def _all_alike(holders: Holders, master: SourceLeaf | None) -> bool:
     """Whether every rank holds all of a parameter."""
-    return master is not None and all(stored.shape == master.shape for copies in holders for stored in copies)
+    return master is not None and all(held.shape == master.shape for copies in holders for held in copies)
 
 
 def _named(groups: list[dict[str, Any]]) -> bool:
@@ -398,7 +345,3 @@ def _named(groups: list[dict[str, Any]]) -> bool:
         isinstance(group.get("params"), list) and all(isinstance(name, str) for name in group["params"])
         for group in groups
     )
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)

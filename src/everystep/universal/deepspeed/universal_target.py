@@ -30,17 +30,27 @@ from everystep.engine import fs
 from everystep.errors import SpecError
 from everystep.universal.atomic_output import output_directory, refuse_directory
 from everystep.universal.deepspeed.cuts import CAT_DIM, PARAM, fields_of_rule
-from everystep.universal.deepspeed.training import training_of
-from everystep.universal.deepspeed.universal_source import (
+from everystep.universal.deepspeed.names import (
     BUFFERS,
+    DEGREES,
+    DYNAMIC_LOSS_SCALER,
     FP32,
+    FROZEN_PIECES,
+    FROZEN_SHAPES,
     GLOBAL_STATE,
     INFO,
-    LATEST,
+    LATEST_UNIVERSAL,
+    LOSS_SCALER,
+    MODULE,
     OPTIMIZER_STATE,
+    PARAM_SHAPES,
+    SCHEDULER,
+    SHARED,
     STEP,
     ZERO,
+    model_file,
 )
+from everystep.universal.deepspeed.training import training_of
 from everystep.universal.items import Job, OutputFile
 from everystep.universal.presets import deepspeed_rules
 from everystep.universal.readback import compare_with
@@ -59,13 +69,12 @@ KIND = "ds-universal"
 _HERE = b"."
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose layout this is. It refuses files that say none."""
-_SCALER = "deepspeed.runtime.fp16.loss_scaler."
 
 
 def plan(job: Job) -> list[OutputFile]:
     refuse_directory(job.path)
     files = [OutputFile(file.name, file.nbytes) for file in _Layout(job).files()]
-    return [*files, OutputFile(LATEST, len(_HERE))]
+    return [*files, OutputFile(LATEST_UNIVERSAL, len(_HERE))]
 
 
 def write(job: Job) -> None:
@@ -80,7 +89,7 @@ def write(job: Job) -> None:
             job.progress(done, total)
 
         write_files(job.checkpoint, directory, files, advance)
-        with fs.write_file(os.path.join(directory, LATEST), _HERE) as file:
+        with fs.write_file(os.path.join(directory, LATEST_UNIVERSAL), _HERE) as file:
             fs.sync([file])
         if job.verify:
             check(job, directory)
@@ -208,9 +217,7 @@ class _Layout:
         scaler = known.get("loss_scaler")
         if isinstance(scaler, dict):
             dynamic = "scale_factor" in scaler
-            known["loss_scaler"] = Instance(
-                _SCALER + ("DynamicLossScaler" if dynamic else "LossScaler"), scaler
-            )
+            known["loss_scaler"] = Instance(DYNAMIC_LOSS_SCALER if dynamic else LOSS_SCALER, scaler)
         # Both forms: ZeRO-1 and 2 read the first, ZeRO-3 the second.
         of_stage3 = {"state": {0: {STEP: training.step}}, "param_groups": training.groups}
         return {
@@ -230,12 +237,11 @@ class _Layout:
                 number = stage * self._tp + rank
                 content = self._model_state(stage, rank)
                 if self._stage != 3:
-                    whole = {**content, "module": modules[rank]}
-                    files.append(TorchFile(f"mp_rank_{number:02d}_model_states.pt", whole))
+                    whole = {**content, MODULE: modules[rank]}
+                    files.append(TorchFile(model_file(number), whole))
                 if self._stage in (None, 3) and not self._padded:
                     empty = self._emptied(modules[rank] if self._stage == 3 else {})
-                    name = f"zero_pp_rank_0_mp_rank_{number:02d}_model_states.pt"
-                    files.append(TorchFile(name, {**content, "module": empty}))
+                    files.append(TorchFile(model_file(number, zero3=True), {**content, MODULE: empty}))
         return files
 
     def _model_state(self, stage: int, rank: int) -> dict[str, object]:
@@ -245,20 +251,20 @@ class _Layout:
             for group in training.param_shapes
         ]
         state: dict[str, object] = {
-            "module": None,
+            MODULE: None,
             BUFFERS: self._buffers if stage == 0 else [],
             "optimizer": None,
-            "param_shapes": shapes,
-            "frozen_param_shapes": None,
-            "shared_params": dict(training.shared) if stage == 0 else {},
-            "frozen_param_fragments": None,
-            "lr_scheduler": training.lr_scheduler,
+            PARAM_SHAPES: shapes,
+            FROZEN_SHAPES: None,
+            SHARED: dict(training.shared) if stage == 0 else {},
+            FROZEN_PIECES: None,
+            SCHEDULER: training.lr_scheduler,
             "data_sampler": None,
             "random_ltd": None,
             **training.counters,
             "dp_world_size": 1,
             "mp_world_size": self._tp * self._pp,
-            "checkpoint_parallel_dimensions": {"pp_degree": self._pp, "tp_degree": self._tp},
+            DEGREES: {"pp_degree": self._pp, "tp_degree": self._tp},
             "ds_config": {},
             "ds_version": _VERSION,
         }

@@ -25,10 +25,10 @@ from typing import Any
 
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.format.dtypes import itemsize
-from everystep.format.geometry import Box, boxes_of_range
+from everystep.format.geometry import Box
 from everystep.universal.dcp.directory import METADATA, DcpDirectory
 from everystep.universal.megatron.source import INERT, checkpoint_directory
-from everystep.universal.source import Source, SourceFragment, SourceLeaf
+from everystep.universal.source import Source, SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.reading import read_torch_file
 from everystep.universal.training_state import TrainingState, plain
@@ -179,16 +179,11 @@ def _flat_leaf(directory: DcpDirectory, name: str, shape: object) -> SourceLeaf:
         if any(n != 1 for n in piece.box.shape[:-1]):
             raise UnsupportedSource(f"{directory.metadata_path}: {name!r} has a piece of several parts")
         corner = tuple(n * at for n, at in zip(part, piece.box.start[:-1], strict=True))
-        for box, offset in _flat_boxes(piece.stored.offset, part, piece.box, itemsize(dtype)):
-            start = tuple(a + b for a, b in zip(corner, box.start, strict=True))
-            fragments.append(SourceFragment(piece.stored.file, offset, Box(start, box.shape)))
+        flat = (piece.stored.file, piece.stored.offset, piece.box.start[-1], piece.box.stop[-1])
+        for fragment in flat_fragments(*flat, part, itemsize(dtype)):
+            start = tuple(a + b for a, b in zip(corner, fragment.box.start, strict=True))
+            fragments.append(replace(fragment, box=Box(start, fragment.box.shape)))
     return SourceLeaf(name, dtype, tuple(shape), tuple(fragments))
-
-
-def _flat_boxes(offset: int, part: tuple[int, ...], held: Box, size: int) -> Iterator[tuple[Box, int]]:
-    for box in boxes_of_range(part, held.start[-1], held.stop[-1]):
-        yield box, offset
-        offset += size * box.volume
 
 
 def _unstacked(name: str, leaf: SourceLeaf) -> Iterator[tuple[str, SourceLeaf]]:

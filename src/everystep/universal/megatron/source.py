@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.joining import Holders, join, join_one, replicated_rule
 from everystep.universal.megatron.optimizer import OptimizerState, read_optimizer
-from everystep.universal.source import Source
+from everystep.universal.rules import Replicated, Rule
+from everystep.universal.source import Source, SourceLeaf
 from everystep.universal.spec import Assigned, Spec
 from everystep.universal.state_tree import source_of
+from everystep.universal.torch_file.leaves import lying_leaf
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
 from everystep.universal.training_state import TrainingState, plain
+from everystep.universal.union import Holders, join, union
 
 KIND = "megatron"
 WANTED = "mp_rank_XX[_YYY]/model_optim_rng.pt, or latest_checkpointed_iteration.txt beside such directories"
@@ -285,9 +287,9 @@ def _global_name(name: str, first: int) -> str:
 
 def _tensors(
     ranks: Mapping[tuple[int, int], _Rank], first_layers: Mapping[tuple[int, int], int], tp: int
-) -> dict[str, list[list[StoredTensor]]]:
+) -> dict[str, list[list[SourceLeaf]]]:
     """Every parameter by its name in the whole model; stages that hold the same one hold copies."""
-    found: dict[str, list[list[StoredTensor]]] = {}
+    found: dict[str, list[list[SourceLeaf]]] = {}
     for (chunk, stage), first in first_layers.items():
         leader = ranks[0, stage]
         for local in leader.chunks[chunk]:
@@ -298,7 +300,7 @@ def _tensors(
                     raise CorruptCheckpoint(
                         f"it is missing; {leader.file} has it", path=rank.file, leaf=local
                     )
-                holders[number].append(rank.chunks[chunk][local])
+                holders[number].append(lying_leaf(local, rank.chunks[chunk][local]))
         for number in range(1, tp):
             rank = ranks[number, stage]
             extra = next((name for name in rank.chunks[chunk] if name not in leader.chunks[chunk]), None)
@@ -330,11 +332,13 @@ def _join_optimizer(
     trained = {assigned.new_name for assigned in taken if assigned.tied_to is None}
     kinds = sorted({kind for state in states.values() for held in state.tensors.values() for kind in held})
     for kind in kinds:
-        held: dict[str, list[list[StoredTensor]]] = {}
+        held: dict[str, list[list[SourceLeaf]]] = {}
         for (tensor, _), state in states.items():
             for name, kept in state.tensors.items():
                 if kind in kept:
-                    held.setdefault(name, [[] for _ in range(found.tp)])[tensor].append(kept[kind])
+                    held.setdefault(name, [[] for _ in range(found.tp)])[tensor].append(
+                        lying_leaf(name, kept[kind])
+                    )
         alike = {
             name: holders
             for name, holders in held.items()
@@ -346,9 +350,11 @@ def _join_optimizer(
         for assigned in taken:
             name = assigned.name
             if name in held and name not in alike and assigned.tied_to is None:
+                # A step count, for example, is not cut as its parameter is: every rank has the same.
+                same = Rule(assigned.rule.match, Replicated())
                 place = f"optimizer.{assigned.new_name}.{kind}"
-                made.states.setdefault(assigned.new_name, {})[kind] = join_one(
-                    name, place, replicated_rule(assigned.rule), held[name]
+                made.states.setdefault(assigned.new_name, {})[kind] = union(
+                    name, same, held[name], leaf=place
                 )
     new_names = {assigned.name: assigned.new_name for assigned in taken if assigned.tied_to is None}
     for state in states.values():
@@ -369,4 +375,4 @@ def _join_optimizer(
 
 
 def _shapes(holders: Holders) -> list[list[tuple[int, ...]]]:
-    return [[stored.shape for stored in copies] for copies in holders]
+    return [[held.shape for held in copies] for copies in holders]

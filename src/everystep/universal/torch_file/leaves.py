@@ -52,6 +52,11 @@ def leaf_of(name: str, tensor: StoredTensor) -> SourceLeaf:
     return replace(leaf, is_parameter=tensor.is_parameter, requires_grad=tensor.requires_grad)
 
 
+def lying_leaf(name: str, tensor: StoredTensor) -> SourceLeaf:
+    """A tensor whose elements lie in the file as they are; `UnsupportedSource` for any other."""
+    return SourceLeaf(name, tensor.dtype, tensor.shape, tensor.fragments(leaf=name))
+
+
 def _flip(tensor: StoredTensor, data: bytearray) -> None:
     is_complex = tensor.dtype.startswith("C")
     size = tensor.itemsize // 2 if is_complex else tensor.itemsize

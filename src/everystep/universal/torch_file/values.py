@@ -7,6 +7,7 @@ the real thing. So a file that mentions ``torch.float16`` is described without i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from everystep.state.node import Node
 
@@ -41,6 +42,11 @@ class TorchDevice:
     @property
     def node(self) -> Node:
         return {"$torch.device": self.text}
+
+
+def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Whether an object of a pickle is a shape, which may come from a damaged file."""
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 TORCH_VALUES = (TorchDtype, TorchSize, TorchDevice)

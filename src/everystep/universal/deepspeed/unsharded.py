@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everystep.errors import IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.deepspeed.layout.experts import Experts
-from everystep.universal.deepspeed.layout.files import Folder
-from everystep.universal.deepspeed.layout.optimizer_files import Group, Held, OptimizerState, State
-from everystep.universal.joining import local_tensor
+from everystep.universal.deepspeed.experts import Experts
+from everystep.universal.deepspeed.files import Folder
+from everystep.universal.deepspeed.names import BUFFERS, FP32, MODULE
+from everystep.universal.deepspeed.optimizer_files import OptimizerGroup, ParameterState, RankOptimizer
 from everystep.universal.optimizer_names import is_optimizer_state, parameter_names
+from everystep.universal.torch_file.leaves import lying_leaf
 from everystep.universal.torch_file.reading import StoredTensor
 
 
-def read_unsharded(folder: Folder, mp: int) -> OptimizerState:
+def read_unsharded(folder: Folder, mp: int) -> RankOptimizer:
     """The state of one model-parallel rank, of a checkpoint without ZeRO."""
-    made = OptimizerState(0, {}, {}, [], {})
+    made = RankOptimizer(0)
     files = {rank: path for (of, rank), path in folder.files.expert_optimizers.items() if of == mp}
     if not files:
         whole = folder.degrees.tensor * folder.degrees.pipeline == 1
@@ -59,7 +60,7 @@ def _degree(path: str, tree: Any) -> int:
 
 def _dense(folder: Folder, mp: int) -> dict[str, StoredTensor]:
     content = folder.model(mp)
-    module, skipped = content.get("module"), set(content.get("buffer_names") or ())
+    module, skipped = content.get(MODULE), set(content.get(BUFFERS) or ())
     if not isinstance(module, dict):
         return {}
     seen: set[StoredTensor] = set()
@@ -79,7 +80,7 @@ def _experts(folder: Folder, mp: int) -> dict[str, StoredTensor]:
 
 
 def _add(
-    made: OptimizerState,
+    made: RankOptimizer,
     path: str,
     tree: Any,
     dense: Mapping[str, StoredTensor],
@@ -117,25 +118,27 @@ def _add(
     keys = [key for group in groups for key in group["params"]]
     for number, key in enumerate(keys):
         name = names[key]
-        state = State()
+        state = ParameterState()
         if number < len(flat) and isinstance(flat[number], StoredTensor):
-            state.tensors["fp32"] = Held(flat[number].dtype, local_tensor(flat[number], name))
+            state.tensors[FP32] = lying_leaf(name, flat[number])
         for kind, entry in tree["state"].get(key, {}).items():
             if not isinstance(entry, StoredTensor):
                 state.values[kind] = entry
             elif entry.shape == shapes[name].shape:
-                state.tensors[kind] = Held(entry.dtype, local_tensor(entry, name))
+                state.tensors[kind] = lying_leaf(name, entry)
             else:
                 state.numbers[kind] = entry
         # Parameters that all expert-parallel ranks share are in the file of each; the first one counts.
         made.states.setdefault(name, state)
         made.shapes.setdefault(name, shapes[name].shape)
-    _add_groups(made, [Group(group, [names[key] for key in group["params"]]) for group in groups])
+    _add_groups(made, [OptimizerGroup(group, [names[key] for key in group["params"]]) for group in groups])
 
 
-def _add_groups(made: OptimizerState, groups: list[Group]) -> None:
+def _add_groups(made: RankOptimizer, groups: list[OptimizerGroup]) -> None:
     """The groups of one more expert-parallel rank, whose experts are others."""
     if made.groups:
         pairs = zip(made.groups, groups, strict=False)
-        groups = [Group(old.options, list(dict.fromkeys((*old.names, *new.names)))) for old, new in pairs]
+        groups = [
+            OptimizerGroup(old.options, list(dict.fromkeys((*old.names, *new.names)))) for old, new in pairs
+        ]
     made.groups = groups

@@ -6,22 +6,17 @@ own. ZeRO-3 has only buffers in the model files, and frozen parameters cut like 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.deepspeed.layout.files import Folder
-from everystep.universal.deepspeed.layout.optimizer_files import (
-    Held,
-    OptimizerState,
-    is_shape,
-    partition,
-)
-from everystep.universal.joining import local_tensor
+from everystep.errors import IncompleteCheckpoint, UnsupportedSource
+from everystep.universal.deepspeed.files import Folder, frozen_leaf
+from everystep.universal.deepspeed.names import BUFFERS, FP32, FROZEN_SHAPES, MODULE, SHARED
+from everystep.universal.deepspeed.optimizer_files import RankOptimizer
+from everystep.universal.source import SourceLeaf
+from everystep.universal.torch_file.leaves import lying_leaf
 from everystep.universal.torch_file.reading import StoredTensor
-from everystep.universal.union import Extent, LocalTensor
 
 _TIED = "tied_modules."
 
@@ -30,15 +25,15 @@ _TIED = "tied_modules."
 class Weights:
     """By name: for each tensor-parallel rank its tensor, and copies of other pipeline stages."""
 
-    held: dict[str, list[list[Held]]] = field(default_factory=dict)
+    held: dict[str, list[list[SourceLeaf]]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
 
-    def add(self, tensor_ranks: int, tensor: int, name: str, held: Held) -> None:
+    def add(self, tensor_ranks: int, tensor: int, name: str, held: SourceLeaf) -> None:
         self.held.setdefault(name, [[] for _ in range(tensor_ranks)])[tensor].append(held)
 
 
-def read_weights(folder: Folder, optimizers: Mapping[int, OptimizerState]) -> Weights:
+def read_weights(folder: Folder, optimizers: Mapping[int, RankOptimizer]) -> Weights:
     """All that the model files, layer files and expert files have."""
     degrees = folder.degrees
     found = Weights()
@@ -48,22 +43,18 @@ def read_weights(folder: Folder, optimizers: Mapping[int, OptimizerState]) -> We
         for tensor in range(degrees.tensor)
     ]
     for _, mp in ranks:
-        found.tied.update(folder.model(mp).get("shared_params") or {})
-        found.buffers.update(map(str, folder.model(mp).get("buffer_names") or ()))
+        found.tied.update(folder.model(mp).get(SHARED) or {})
+        found.buffers.update(map(str, folder.model(mp).get(BUFFERS) or ()))
     for tensor, mp in ranks:
         _add_module(folder, found, tensor, mp, optimizers[mp])
         for path in folder.expert_files(mp):
             for name, stored in _tensors(path, folder.read(path)).items():
-                found.add(degrees.tensor, tensor, name, _whole(stored, name))
+                found.add(degrees.tensor, tensor, name, lying_leaf(name, stored))
     if folder.files.layers:
         for tensor in range(degrees.tensor):
             _add_layers(folder, found, tensor, optimizers)
     _require_experts(folder)
     return found
-
-
-def _whole(stored: StoredTensor, name: str) -> Held:
-    return Held(stored.dtype, local_tensor(stored, name))
 
 
 def _tensors(path: str, tree: Mapping[Any, Any]) -> dict[str, StoredTensor]:
@@ -77,8 +68,8 @@ def _tensors(path: str, tree: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     return found
 
 
-def _add_module(folder: Folder, found: Weights, tensor: int, mp: int, optimizer: OptimizerState) -> None:
-    path, module = folder.model_file(mp), folder.model(mp).get("module")
+def _add_module(folder: Folder, found: Weights, tensor: int, mp: int, optimizer: RankOptimizer) -> None:
+    path, module = folder.model_file(mp), folder.model(mp).get(MODULE)
     if folder.model(mp).get("ds_autoep_layers"):
         raise UnsupportedSource(f"{path}: experts that DeepSpeed's AutoEP has fused are not read")
     if module is None and folder.files.layers:
@@ -90,62 +81,46 @@ def _add_module(folder: Folder, found: Weights, tensor: int, mp: int, optimizer:
     ranks = folder.degrees.tensor
     for name, stored in _tensors(path, {k: v for k, v in module.items() if k not in in_pieces}).items():
         if name not in found.tied:
-            found.add(ranks, tensor, name, _whole(stored, name))
+            found.add(ranks, tensor, name, lying_leaf(name, stored))
     for name, held in frozen.items():
         found.add(ranks, tensor, name, held)
     if optimizer.stage == 3:
         for name, state in optimizer.states.items():
-            found.add(ranks, tensor, name, state.tensors["fp32"])
+            found.add(ranks, tensor, name, state.tensors[FP32])
 
 
-def _frozen(folder: Folder, mp: int) -> dict[str, Held]:
-    """ZeRO-3 cuts frozen parameters as it does the others; the pieces are in the model files of ranks."""
-    shapes, world = folder.model(mp).get("frozen_param_shapes") or {}, folder.degrees.data
-    found: dict[str, Held] = {}
-    for name, shape in shapes.items():
-        if not is_shape(shape):
-            raise CorruptCheckpoint(
-                "the shape of a parameter is damaged", path=folder.model_file(mp), leaf=str(name)
+def _frozen(folder: Folder, mp: int) -> dict[str, SourceLeaf]:
+    """Those of ZeRO-3, which are cut over data-parallel ranks."""
+    shapes = folder.model(mp).get(FROZEN_SHAPES) or {}
+    if not shapes:
+        return {}
+    models = []
+    for rank in range(folder.degrees.data):
+        if (mp, rank) not in folder.files.models:
+            raise IncompleteCheckpoint(
+                f"the model file of rank {rank} is missing, which has pieces of frozen parameters",
+                path=folder.path,
             )
-        extents: list[Extent] = []
-        dtype = "F32"
-        for rank in range(world):
-            if (mp, rank) not in folder.files.models:
-                raise IncompleteCheckpoint(
-                    f"the model file of rank {rank} is missing, which has pieces of frozen parameters",
-                    path=folder.path,
-                )
-            piece = (folder.model(mp, rank).get("frozen_param_fragments") or {}).get(name)
-            start, stop = partition(math.prod(shape), world, rank)
-            if not isinstance(piece, StoredTensor) or not piece.contiguous or piece.count < stop - start:
-                raise CorruptCheckpoint(
-                    "the piece of a frozen parameter is missing", path=folder.model_file(mp, rank), leaf=name
-                )
-            dtype = piece.dtype
-            if start < stop:
-                extents.append(Extent(piece.file, piece.offset, start, stop))
-        found[name] = Held(dtype, LocalTensor(tuple(shape), tuple(extents)))
-    return found
+        models.append((folder.model_file(mp, rank), folder.model(mp, rank)))
+    return {name: frozen_leaf(name, shape, models) for name, shape in shapes.items()}
 
 
 # --- pipelines
 
 
-def _add_layers(
-    folder: Folder, found: Weights, tensor: int, optimizers: Mapping[int, OptimizerState]
-) -> None:
+def _add_layers(folder: Folder, found: Weights, tensor: int, optimizers: Mapping[int, RankOptimizer]) -> None:
     """Layer ``i`` is module ``i`` of the pipeline, except tied ones: these are ``tied_modules.KEY``."""
     known: dict[str, tuple[int, ...] | None] = dict.fromkeys(sorted(found.buffers))
     for stage in range(folder.degrees.pipeline):
         mp = folder.degrees.model_rank(stage, tensor)
-        known.update(folder.model(mp).get("frozen_param_shapes") or {})
+        known.update(folder.model(mp).get(FROZEN_SHAPES) or {})
         known.update(optimizers[mp].shapes)
     for (layer, rank), path in sorted(folder.files.layers.items()):
         if rank == tensor:
             tensors = _tensors(path, folder.read(path))
             prefix = _layer_prefix(path, layer, tensors, known)
             for name, stored in tensors.items():
-                found.add(folder.degrees.tensor, tensor, prefix + name, _whole(stored, prefix + name))
+                found.add(folder.degrees.tensor, tensor, prefix + name, lying_leaf(prefix + name, stored))
 
 
 def _layer_prefix(

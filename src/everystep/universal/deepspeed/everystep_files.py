@@ -15,7 +15,8 @@ from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.state import unflatten
 from everystep.store import verify
 from everystep.store.read.checkpoint import open_checkpoint
-from everystep.universal.deepspeed.names import NAMESPACE, STAGE, from_plain
+from everystep.universal.deepspeed.names import NAMESPACE, STAGE
+from everystep.universal.deepspeed.plain_objects import from_plain
 from everystep.universal.torch_file.pickle_machine import Record
 from everystep.universal.torch_file.reading import StoredTensor
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everystep.universal.deepspeed.layout.files import Folder
+from everystep.universal.deepspeed.files import Folder
 
 _NAME = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)", re.ASCII | re.DOTALL)
 

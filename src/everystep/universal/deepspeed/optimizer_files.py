@@ -14,35 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
-from everystep.universal.deepspeed.layout.experts import Experts
-from everystep.universal.deepspeed.layout.files import Folder, content_of
-from everystep.universal.deepspeed.names import STAGE
+from everystep.universal.deepspeed.experts import Experts
+from everystep.universal.deepspeed.files import Folder, Shape, content_of, param_shapes, partition
+from everystep.universal.deepspeed.names import FP32, STAGE
+from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.torch_file.pickle_machine import Record
 from everystep.universal.torch_file.reading import StoredTensor
-from everystep.universal.union import Extent, LocalTensor
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor of one model-parallel rank: where its elements lie."""
-
-    dtype: str
-    local: LocalTensor
 
 
 @dataclass(slots=True)
-class State:
+class ParameterState:
     """What the optimizer keeps of one parameter: arrays of its shape, and numbers (the step)."""
 
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, SourceLeaf] = field(default_factory=dict)
     numbers: dict[str, StoredTensor] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptimizerGroup:
     """A group of the optimizer: its options, and its parameters in order."""
 
     options: Mapping[str, Any]
@@ -50,17 +40,18 @@ class Group:
 
 
 @dataclass(slots=True)
-class OptimizerState:
+class RankOptimizer:
     """Of one model-parallel rank: by parameter name, whole over data-parallel ranks.
 
-    `counted` is the state dict of an optimizer that counts its parameters, if nothing tells which is which.
+    `content` has the other entries of the first rank's file. `counted` is the state dict of an optimizer that
+    counts its parameters, if nothing tells which is which.
     """
 
     stage: int
-    states: dict[str, State]
-    shapes: dict[str, Shape]
-    groups: list[Group]
-    scaling: dict[str, object]
+    states: dict[str, ParameterState] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    groups: list[OptimizerGroup] = field(default_factory=list)
+    content: Mapping[str, Any] = field(default_factory=dict)
     expert_degree: int = 1
     counted: Mapping[str, Any] | None = None
 
@@ -86,17 +77,17 @@ class _Piece:
     stop: int
 
 
-def read_zero(folder: Folder, mp: int) -> OptimizerState:
+def read_zero(folder: Folder, mp: int) -> RankOptimizer:
     """The state of one model-parallel rank."""
     flats = [_read_flat(folder, folder.files.optimizers[mp, dp]) for dp in range(folder.degrees.data)]
     stage = _stage(folder, flats)
-    shapes = param_shapes(folder, mp)
+    shapes = param_shapes(folder.model_file(mp), folder.model(mp))
     for flat in flats:
         if len(flat.masters) != len(shapes):
             raise CorruptCheckpoint(
                 f"{len(flat.masters)} groups of weights, but the model file has {len(shapes)}", path=flat.path
             )
-    made = OptimizerState(stage, {}, {}, [], _scaling(flats[0]))
+    made = RankOptimizer(stage, content=flats[0].content)
     experts = Experts.of(folder, shapes)
     every: list[str] = []
     for group, named in enumerate(shapes):
@@ -109,40 +100,13 @@ def read_zero(folder: Folder, mp: int) -> OptimizerState:
             listed += names.values()
         # ZeRO-3 counts sub-groups, which are no groups of the optimizer.
         if stage != 3 and len(flats[0].groups) == len(shapes):
-            made.groups.append(Group(flats[0].groups[group], listed))
+            made.groups.append(OptimizerGroup(flats[0].groups[group], listed))
         every += listed
     if not made.groups:
         # Which of several groups a parameter of ZeRO-3 is in, the files do not say. All are in the only one.
         alone = every if len(flats[0].groups) == 1 else ()
-        made.groups = [Group(options, alone) for options in flats[0].groups]
+        made.groups = [OptimizerGroup(options, alone) for options in flats[0].groups]
     return made
-
-
-def param_shapes(folder: Folder, mp: int) -> list[dict[str, Shape]]:
-    """The shapes of trained parameters by name, a dictionary for each group, in the order of the files."""
-    path = folder.model_file(mp)
-    shapes = folder.model(mp).get("param_shapes")
-    if shapes is None:
-        raise UnsupportedSource(f"{path}: there is no 'param_shapes'; this is not a model file of ZeRO")
-    if isinstance(shapes, dict):
-        shapes = [shapes]
-    if not isinstance(shapes, list) or not all(isinstance(group, dict) for group in shapes):
-        raise UnsupportedSource(f"{path}: 'param_shapes' is in a form that is not known")
-    for group in shapes:
-        for name, shape in group.items():
-            if not isinstance(name, str) or not is_shape(shape):
-                raise CorruptCheckpoint("the shape of a parameter is damaged", path=path, leaf=str(name))
-    return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
-
-
-def is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-def partition(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The elements that ZeRO-3 gives to a rank, of a parameter (or frozen one) with `count`."""
-    part = -(-count // ranks)
-    return min(count, rank * part), min(count, (rank + 1) * part)
 
 
 # --- the files
@@ -198,11 +162,6 @@ def _stage(folder: Folder, flats: Sequence[_Flat]) -> int:
     if len(stages) != 1:
         raise CorruptCheckpoint(f"the files of ranks have ZeRO stages {sorted(stages)}", path=folder.path)
     return stages.pop()
-
-
-def _scaling(flat: _Flat) -> dict[str, object]:
-    keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: flat.content[key] for key in keys if flat.content.get(key) is not None}
 
 
 # --- where the pieces of a parameter lie
@@ -325,7 +284,7 @@ def _whole_pieces(members: Sequence[int], named: Mapping[str, Shape]) -> dict[st
 
 
 def _add_states(
-    made: OptimizerState,
+    made: RankOptimizer,
     folder: Folder,
     flats: Sequence[_Flat],
     members: Sequence[int],
@@ -334,13 +293,13 @@ def _add_states(
     names: Mapping[str, str],
     pieces: Mapping[str, list[_Piece]],
 ) -> None:
-    vectors: dict[str, dict[int, Any]] = {"fp32": {rank: flats[rank].masters[group] for rank in members}}
-    shared = State()
+    vectors: dict[str, dict[int, Any]] = {FP32: {rank: flats[rank].masters[group] for rank in members}}
+    shared = ParameterState()
     keys = {key: None for rank in members for key in flats[rank].states[group]}
     for key in keys:
         entries = {rank: flats[rank].states[group].get(key) for rank in members}
         first = entries[members[0]]
-        if isinstance(first, StoredTensor) and _is_vector(first, vectors["fp32"][members[0]]):
+        if isinstance(first, StoredTensor) and _is_vector(first, vectors[FP32][members[0]]):
             vectors[key] = entries
         elif isinstance(first, StoredTensor):
             _require_equal(folder, flats, entries, key, next(iter(names.values()), ""))
@@ -354,14 +313,14 @@ def _add_states(
                 )
             shared.values[key] = first
     for name, shape in named.items():
-        state = State(numbers=shared.numbers, values=shared.values)
+        state = ParameterState(numbers=shared.numbers, values=shared.values)
         for key, entries in vectors.items():
-            state.tensors[key] = _held(folder, flats, key, name, shape, entries, pieces[name])
+            state.tensors[key] = _leaf(folder, flats, key, name, shape, entries, pieces[name])
         made.states[names[name]] = state
         made.shapes[names[name]] = shape
 
 
-def _held(
+def _leaf(
     folder: Folder,
     flats: Sequence[_Flat],
     key: str,
@@ -369,9 +328,9 @@ def _held(
     shape: Shape,
     vectors: Mapping[int, Any],
     pieces: Sequence[_Piece],
-) -> Held:
+) -> SourceLeaf:
     """A tensor of pieces of the flat vectors of ranks."""
-    extents: list[Extent] = []
+    fragments: list[SourceFragment] = []
     kinds: set[str] = set()
     for piece in pieces:
         vector, path = vectors[piece.rank], flats[piece.rank].path
@@ -390,12 +349,12 @@ def _held(
             )
         kinds.add(vector.dtype)
         offset = vector.offset + piece.first * vector.itemsize
-        extents.append(Extent(vector.file, offset, piece.start, piece.stop))
+        fragments += flat_fragments(vector.file, offset, piece.start, piece.stop, shape, vector.itemsize)
     if len(kinds) > 1:
         raise CorruptCheckpoint(
             f"ranks have {key!r} in types {sorted(kinds)}", path=folder.path, leaf=parameter
         )
-    return Held(kinds.pop() if kinds else "F32", LocalTensor(shape, tuple(extents)))
+    return SourceLeaf(parameter, kinds.pop() if kinds else "F32", shape, tuple(fragments))
 
 
 def _is_vector(entry: StoredTensor, master: StoredTensor) -> bool:

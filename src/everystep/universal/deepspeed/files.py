@@ -6,41 +6,61 @@ Ranks have three numbers: tensor, pipeline and data parallel. A model-parallel r
 
 from __future__ import annotations
 
+import math
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.deepspeed.layout.everystep_files import read_everystep_file
-from everystep.universal.deepspeed.names import CLASSES
+from everystep.universal.deepspeed.everystep_files import read_everystep_file
+from everystep.universal.deepspeed.names import (
+    BUFFERS,
+    CLASSES,
+    COUNTERS,
+    DEGREES,
+    EXPERT_FILE,
+    EXPERT_OPTIMIZER_FILE,
+    FROZEN_PIECES,
+    GLOBAL_STATE,
+    INFO,
+    LATEST,
+    LATEST_UNIVERSAL,
+    LAYER_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    OWN_KEYS,
+    PARAM_SHAPES,
+    SCHEDULER,
+)
+from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
+from everystep.universal.torch_file.values import is_shape
+from everystep.universal.training_state import TrainingState, plain
 
-_LATEST = "latest"
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt", re.ASCII)
-_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt", re.ASCII)
-_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
 _MOST_RANKS = 1 << 20
 
 
-def tag_folder(path: str) -> str:
-    """The directory of the newest tag, or the path itself if it is one."""
-    latest = os.path.join(path, _LATEST)
+Shape = tuple[int, ...]
+
+
+def tag_folder(path: str, latest: str = LATEST) -> str:
+    """The directory that the file `latest` names, or the path itself if there is no such file."""
+    where = os.path.join(path, latest)
     try:
-        with open(latest, encoding="utf-8") as file:
+        with open(where, encoding="utf-8") as file:
             tag = file.read(4096).strip()
     except FileNotFoundError:
         return path
     except (OSError, UnicodeDecodeError) as error:
-        raise CorruptCheckpoint(f"the file cannot be read: {error}", path=latest) from error
+        raise CorruptCheckpoint(f"the file cannot be read: {error}", path=where) from error
+    if tag == "." and latest == LATEST_UNIVERSAL:
+        return path
     if not tag or tag != os.path.basename(tag) or tag in (".", ".."):
-        raise CorruptCheckpoint(f"the file does not name a directory beside it: {tag[:80]!r}", path=latest)
+        raise CorruptCheckpoint(f"the file does not name a directory beside it: {tag[:80]!r}", path=where)
     folder = os.path.join(path, tag)
     if not os.path.isdir(folder):
-        raise IncompleteCheckpoint(f"the directory {tag!r}, which 'latest' names, is missing", path=path)
+        raise IncompleteCheckpoint(f"the directory {tag!r}, which {latest!r} names, is missing", path=path)
     return folder
 
 
@@ -66,18 +86,18 @@ def list_files(folder: str) -> Files:
     found = Files(folder)
     for name in sorted(os.listdir(folder)):
         where = os.path.join(folder, name)
-        if match := _MODEL.fullmatch(name):
+        if match := MODEL_FILE.fullmatch(name):
             found.models[int(match[2]), int(match[1] or 0)] = where
-        elif match := _OPTIMIZER.fullmatch(name):
+        elif match := OPTIMIZER_FILE.fullmatch(name):
             rank = (int(match[2]), int(match[1]))
             if rank in found.optimizers:
                 raise CorruptCheckpoint(f"two optimizer files of rank {rank[1]}", path=folder)
             found.optimizers[rank] = where
-        elif match := _LAYER.fullmatch(name):
+        elif match := LAYER_FILE.fullmatch(name):
             found.layers[int(match[1]), int(match[2] or 0)] = where
-        elif match := _EXPERT.fullmatch(name):
+        elif match := EXPERT_FILE.fullmatch(name):
             found.experts[int(match[3]), int(match[1]), int(match[2])] = where
-        elif match := _EXPERT_OPTIMIZER.fullmatch(name):
+        elif match := EXPERT_OPTIMIZER_FILE.fullmatch(name):
             found.expert_optimizers[int(match[2]), int(match[1])] = where
     return found
 
@@ -137,7 +157,7 @@ class Folder:
             raise UnsupportedSource(f"{first}: 'dp_world_size' is not a number")
         if not 0 < data <= _MOST_RANKS:
             raise CorruptCheckpoint(f"a world of {data} ranks", path=first)
-        said = content.get("checkpoint_parallel_dimensions")
+        said = content.get(DEGREES)
         tensor: Any
         pipeline: Any
         if isinstance(said, Mapping):
@@ -179,7 +199,7 @@ class Folder:
     def _require_optimizer_files(self) -> None:
         degrees, files = self.degrees, self.files.optimizers
         if not files:
-            if self.model(0).get("param_shapes") is not None:
+            if self.model(0).get(PARAM_SHAPES) is not None:
                 raise IncompleteCheckpoint("there is no *_optim_states.pt file", path=self.path)
             return
         for mp in range(degrees.tensor * degrees.pipeline):
@@ -200,14 +220,7 @@ class Folder:
             )
 
     def _require_one_step(self) -> None:
-        steps: dict[Any, str] = {}
-        for path in self.files.models.values():
-            steps.setdefault(self.read(path).get("global_steps", 0), path)
-        if len(steps) > 1:
-            raise CorruptCheckpoint(
-                f"the model files are of steps {', '.join(map(str, steps))}: several steps are mixed",
-                path=self.path,
-            )
+        require_one_step(self.path, map(self.read, self.files.models.values()))
         worlds = {self.read(path).get("dp_world_size") for path in self.files.models.values()}
         if len(worlds) > 1:
             raise CorruptCheckpoint(
@@ -215,6 +228,74 @@ class Folder:
                 "checkpoints are mixed",
                 path=self.path,
             )
+
+
+# --- what a model file has
+
+
+def require_one_step(folder: str, models: Iterable[Mapping[Any, Any]]) -> None:
+    steps = {content.get("global_steps", 0): None for content in models}
+    if len(steps) > 1:
+        raise CorruptCheckpoint(
+            f"the model files are of steps {', '.join(map(str, steps))}: several steps are mixed", path=folder
+        )
+
+
+def param_shapes(path: str, model: Mapping[Any, Any]) -> list[dict[str, Shape]]:
+    """The shapes of trained parameters by name, a dictionary for each group, in the order of the file."""
+    shapes = model.get(PARAM_SHAPES)
+    if shapes is None:
+        raise UnsupportedSource(f"{path}: there is no {PARAM_SHAPES!r}; this is not a model file of ZeRO")
+    if isinstance(shapes, dict):
+        shapes = [shapes]
+    if not isinstance(shapes, list) or not all(isinstance(group, dict) for group in shapes):
+        raise UnsupportedSource(f"{path}: {PARAM_SHAPES!r} is in a form that is not known")
+    for group in shapes:
+        for name, shape in group.items():
+            if not isinstance(name, str) or not is_shape(shape):
+                raise CorruptCheckpoint("the shape of a parameter is damaged", path=path, leaf=str(name))
+    return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
+
+
+def partition(count: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The elements that ZeRO-3 gives to a rank, of a parameter (or frozen one) with `count`."""
+    part = -(-count // ranks)
+    return min(count, rank * part), min(count, (rank + 1) * part)
+
+
+def frozen_leaf(name: str, shape: object, models: Sequence[tuple[str, Mapping[Any, Any]]]) -> SourceLeaf:
+    """ZeRO-3 cuts frozen parameters, too: each data-parallel rank's model file has a piece."""
+    if not is_shape(shape):
+        raise CorruptCheckpoint("the shape of a parameter is damaged", path=models[0][0], leaf=str(name))
+    fragments: list[SourceFragment] = []
+    dtype = "F32"
+    for rank, (path, model) in enumerate(models):
+        piece = (model.get(FROZEN_PIECES) or {}).get(name)
+        start, stop = partition(math.prod(shape), len(models), rank)
+        if not isinstance(piece, StoredTensor) or not piece.contiguous or piece.count < stop - start:
+            raise CorruptCheckpoint("the piece of a frozen parameter is missing", path=path, leaf=name)
+        dtype = piece.dtype
+        fragments += flat_fragments(piece.file, piece.offset, start, stop, shape, piece.itemsize)
+    return SourceLeaf(f"model.{name}", dtype, shape, tuple(fragments))
+
+
+def add_values(made: TrainingState, model: Mapping[Any, Any], optimizer: Mapping[Any, Any]) -> None:
+    """What a model file says beside the model, and an optimizer's file beside its states."""
+    for key, value in model.items():
+        if key not in OWN_KEYS:
+            made.rest[key] = plain(value, made.path)
+    for key in COUNTERS:
+        if type(model.get(key)) is int:
+            made.rest[key] = model[key]
+    if model.get(SCHEDULER) is not None:
+        made.rest[SCHEDULER] = plain(model[SCHEDULER], made.path)
+    own = {key: plain(optimizer[key], made.path) for key in GLOBAL_STATE if optimizer.get(key) is not None}
+    if isinstance(model.get(INFO), dict):
+        own[INFO] = plain(model[INFO], made.path)
+    if isinstance(model.get(BUFFERS), list):
+        own[BUFFERS] = model[BUFFERS]
+    if own:
+        made.rest["deepspeed"] = own
 
 
 def content_of(entry: StoredTensor) -> bytes:
