@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from everystep.integrations.jax import Checkpointer
+import everystep
+from everystep.integrations.jax import process_group, pytree
 
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -43,12 +44,12 @@ def main(run: str, steps: int) -> None:
     kernel = jax.device_put(jax.random.normal(init, (16, 64)) * 0.2, columns)
     params = {"hidden": {"kernel": kernel, "bias": jnp.zeros(64)}, "out": {"kernel": jnp.zeros((64, 1))}}
     state = {"params": params, "optimizer": OPTIMIZER.init(params), "key": key}
-    with Checkpointer(run) as ckpt:
-        first, state = ckpt.restore(state)
+    with everystep.Checkpointer(run, process_group=process_group()) as ckpt:
+        first, state = ckpt.restore(into=pytree(state))
         for step in range(first, steps):
             batch = jax.random.normal(jax.random.fold_in(data, step), (32, 16))
             state, loss = train_step(state, jax.device_put(batch, rows))
-            ckpt.save(step + 1, state, metrics={"loss": float(loss)})
+            ckpt.save(step + 1, pytree(state), metrics={"loss": float(loss)})
     print(f"steps {first} to {steps}: the kernel sums to {state['params']['hidden']['kernel'].sum()}")
 
 

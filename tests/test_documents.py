@@ -82,7 +82,7 @@ def small_training() -> dict[str, Any]:
 
 def shortened(code: str) -> str:
     """The loops of the examples run for thousands of steps."""
-    return re.sub(r"range\(ckpt\.restore\(\), (10_000|2000)\)", "range(ckpt.restore(), 3)", code)
+    return re.sub(r"range\((ckpt\.restore\(\)|first), (10_000|2000)\)", r"range(\1, 3)", code)
 
 
 def run_the_examples(name: str, names: dict[str, Any]) -> None:
@@ -186,6 +186,18 @@ def test_the_examples_of_the_training_page_run() -> None:
     assert len(made) == 5
     for one in made:
         one.close()
+
+
+@pytest.mark.filterwarnings("ignore:the state holds no optimizer")
+def test_the_example_of_a_program_that_returns_a_new_state_runs() -> None:
+    names: dict[str, Any] = {
+        "everystep": everystep,
+        "state": (np.zeros(3), 0),
+        "train_step": lambda state: (state[0] + 1, state[1] + 1),
+    }
+    run_the_examples("docs/overlap.md", names)
+    weights, steps = everystep.load("runs/x")
+    assert (weights.tolist(), steps) == ([3.0] * 3, 3)
 
 
 def test_the_example_of_the_page_on_disk_space_runs() -> None:

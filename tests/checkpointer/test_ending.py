@@ -155,8 +155,8 @@ def test_an_interrupt_while_the_step_waits_changes_nothing_of_the_save(tmp_path:
 def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_path: Path) -> None:
     """The caller goes on to change what has not been read, so none of it may become a checkpoint."""
     script = """
-    loose = {"w": torch.zeros(1 << 20)}
-    loose = everystep.Checkpointer(sys.argv[1] + "-2", loose, mode="snapshot", options=options)
+    state = {"w": torch.zeros(1 << 20)}
+    loose = everystep.Checkpointer(sys.argv[1] + "-2", state, mode="snapshot", options=options)
     def leaving(job, nbytes, timeout, real=everystep.engine.WriteJob.wait_for_nbytes):
         while True:  # so slow is the device that the bytes never leave
             real(job, nbytes, 0.05)
@@ -168,7 +168,7 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
         pass
     else:
         raise SystemExit("it did not wait")
-    loose.state["w"] += 1
+    state["w"] += 1
     may_end.set()
     try:
         loose.close()

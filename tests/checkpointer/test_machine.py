@@ -83,9 +83,9 @@ class Runs(RuleBasedStateMachine):
         refused = self.model.refuses(step)
         if refused is not None:
             with pytest.raises(refused):
-                self.checkpointer.save(step, metrics)
+                self.checkpointer.save(step, metrics=metrics)
             return
-        self.checkpointer.save(step, metrics)
+        self.checkpointer.save(step, metrics=metrics)
         self.started = True
         self.retired = self.model.save(step, self.version, metrics)
 

@@ -152,14 +152,13 @@ def test_a_save_interrupted_before_its_thread_runs_is_over_at_once(
 def test_a_save_that_failed_keeps_no_reference_to_the_state(tmp_path: Path) -> None:
     array = everystep.stable(np.ones(300_000))  # too large for the short cut of small states
     alive = weakref.ref(array)
-    with Checkpointer(tmp_path, {"w": array}) as ckpt:
-        with ckpt.update():
-            pass  # from here on saves read in place
+    with Checkpointer(tmp_path) as ckpt:
         with faults.injected("open:1:EIO+"):
-            error = started(ckpt, 1).exception(PATIENCE)
+            pending = ckpt.save(1, {"w": array})
+            assert pending is not None
+            error = pending.exception(PATIENCE)
         assert isinstance(error, everystep.SaveFailed)
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        ckpt.state = {"w": np.zeros(1)}
         del array
         gc.collect()
         assert alive() is None
@@ -174,9 +173,10 @@ def test_a_save_that_ended_frees_the_state_without_a_garbage_collection(
     alive = weakref.ref(state["w"])
     gc.disable()  # TensorFlow and JAX compute into fresh memory until the old one is free
     try:
-        with Checkpointer(tmp_path, state, mode=mode) as ckpt:
-            started(ckpt, 1).result(PATIENCE)
-            ckpt.state = {}
+        with Checkpointer(tmp_path, mode=mode) as ckpt:
+            pending = ckpt.save(1, state)
+            assert pending is not None
+            pending.result(PATIENCE)
             del state["w"]
             assert alive() is None
     finally:

@@ -52,8 +52,8 @@ def test_in_the_long_run_every_save_writes_over_old_files(tmp_path: Path, size: 
 def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: everystep.Options) -> None:
     options = everystep.Options(backend=backend, small_nbytes=0)  # type: ignore[arg-type]
     try:
-        checkpointer = Checkpointer(tmp_path, {}, keep=Keep(last=1), options=options, mode="sync")
-        checkpointer.save(0)
+        checkpointer = Checkpointer(tmp_path, keep=Keep(last=1), options=options, mode="sync")
+        checkpointer.save(0, {})
     except everystep.errors.EngineUnavailable as error:
         checkpointer.close()
         pytest.skip(str(error))
@@ -73,8 +73,7 @@ def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: 
             1,
         ):
             state = {"w": rng.random(elements), "text": "x" * words}
-            checkpointer.state = state
-            checkpointer.save(step)
+            checkpointer.save(step, state)
             assert everystep.verify(tmp_path / step_name(step)).intact
             found = everystep.load(tmp_path)
             assert np.array_equal(found["w"], state["w"])

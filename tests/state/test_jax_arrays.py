@@ -111,10 +111,13 @@ def test_an_array_is_stored_where_it_lies_and_comes_back_as_numpy(tmp_path: Path
         (changed(is_deleted=lambda: True), "this array is deleted, as donated to a step. Save what"),
         (
             changed(dtype="key<fry>"),
-            "typed random keys. Use everystep.integrations.jax, or jax.random.key_data",
+            "typed random keys. Use everystep.integrations.jax.pytree, or jax.random.key_data",
         ),
         (changed(is_fully_addressable=False), "other processes have parts of this jax.Array. Use everystep"),
-        (Array(np.zeros(3, ml_dtypes.int4)), "a jax.Array of dtype int4. Use everystep.integrations.jax, or"),
+        (
+            Array(np.zeros(3, ml_dtypes.int4)),
+            "a jax.Array of dtype int4. Use everystep.integrations.jax.pytree, or",
+        ),
     ],
 )
 def test_what_needs_more_than_its_elements_is_refused_by_place(

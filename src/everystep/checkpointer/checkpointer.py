@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from everystep.caller import stack_level
 from everystep.checkpointer.announced_changes import AnnouncedChanges
@@ -25,7 +25,7 @@ from everystep.checkpointer.opening import Arguments, OnError, open_context
 from everystep.checkpointer.ownership import Owner
 from everystep.checkpointer.pending_save import PendingSave
 from everystep.checkpointer.preemption_duty import PreemptionDuty, checked_exit_code
-from everystep.checkpointer.restore import Beginning, restore
+from everystep.checkpointer.restore import Beginning, Into, restore
 from everystep.checkpointer.run_observer import Closed, Completed
 from everystep.checkpointer.save_task import SaveTask
 from everystep.checkpointer.schedule import Schedule
@@ -33,37 +33,48 @@ from everystep.engine import forks
 from everystep.errors import DeviceTimeout, EngineTimeout
 from everystep.paths import local_path
 from everystep.state.mismatch import offering
+from everystep.state.targets import Rebuilt
 from everystep.store import Options, WritableRun, check_step, list_steps
 from everystep.store.ranks.group import ProcessGroup
 from everystep.store.read.foreign import renaming
 
 
 class Checkpointer:
-    """Saves `state` into a run directory and restores it from there. One per run and training.
+    """Saves the state of a training into a run directory, and restores it. One per run and training.
 
-    `state` is any nesting of dicts, lists and tuples with tensors, arrays, values, and objects that have
-    ``state_dict``/``load_state_dict``; each save takes them as they are then.
+    Bind the state once, as below, or pass the state to each save (`save` says when). A run belongs to one
+    training: if it holds checkpoints already, call `restore` before the first save, otherwise that save
+    raises `RunInUse`.
 
-    `mode`: with ``"overlap"`` a save returns at once, and is written while the next forward and backward run;
-    an optimizer's next step waits for what it would change. ``"snapshot"`` returns when every byte has left
-    the state's memory: what fits `Options.memory_nbytes` is copied at once, the rest goes at the disk's pace.
-    It is what ``"overlap"`` does, with a notice, for a state without an optimizer. ``"sync"`` returns when
-    the checkpoint is durable.
+    Under ``torch.distributed`` every rank makes a Checkpointer with the same run and its own state, and all
+    ranks call the same methods. Each writes its share of one checkpoint. The coordinator, rank 0, decides
+    when to save.
 
-    `every`: steps, a time such as ``"30s"``, or ``"auto"``: as often as `budget`, a share of the time,
-    allows, or best for failures every `mtbf` seconds. `optimizers`: those to hook, if not all in `state`.
-    `on_error`: whether a save that failed in the background is raised by the next call, or warned of.
-    `timeout`: seconds after which training waits no longer for a device, or for another rank. With
-    `preemption`, SIGTERM and SIGUSR1 make the next call of `save` save and end the process, with
-    `preemption_exit_code`: many schedulers take 0 for finished, and start again what ends with another code.
-
-    A run belongs to one training. Where it holds checkpoints already, call `restore` before the first save,
-    or that save is an error (`RunInUse`). With `start_over` a new training takes the run over, without
-    `restore`: the old checkpoints go once its first one is durable, at every launch of such a script.
-
-    Under ``torch.distributed`` every rank makes one, with the same run and its own state, and all call the
-    same methods: each writes its share of one checkpoint, and when to save is the coordinator's, rank 0's,
-    decision. `process_group`: some ranks instead of all; with ``"none"`` this rank has the run to itself.
+    Args:
+        run: The directory of the run. It is made if it does not exist.
+        state: Any nesting of dicts, lists and tuples with tensors, arrays, values, and objects that have
+            ``state_dict``/``load_state_dict``. Each save stores what they are then. None: pass the state to
+            each `save`, and to `restore` as `into`.
+        every: When to save: a number of steps, a time such as ``"30s"``, or ``"auto"``: as often as `budget`
+            allows, or as is best for `mtbf`.
+        keep: Which checkpoints stay in the run.
+        mode: ``"overlap"``: a save returns at once and is written while the next forward and backward run; an
+            optimizer's next step waits for what it would change. Without an optimizer, "overlap" falls back
+            to "snapshot" and says so. ``"snapshot"``: a save returns when every byte has left the state's
+            memory. What fits `Options.memory_nbytes` is copied at once, the rest goes at the disk's pace.
+            ``"sync"``: a save returns when the checkpoint is durable.
+        options: How to write.
+        optimizers: The optimizers whose steps wait for saves. None: all optimizers in the state.
+        budget: The share of time that saves may cost with ``every="auto"``.
+        mtbf: Seconds between failures, or a time such as ``"6h"``, for ``every="auto"``.
+        on_error: Whether the next call raises the error of a save that failed in the background, or warns.
+        timeout: Seconds after which training no longer waits for a device or for another rank.
+        preemption: Whether SIGTERM and SIGUSR1 make the next call of `save` save and end the process.
+        preemption_exit_code: The exit code of a process that ends so. Many schedulers take 0 for finished,
+            and start a process again that ends with another code.
+        start_over: Whether a new training takes over a run that holds checkpoints, without `restore`. The old
+            ones are removed when its first checkpoint is durable, at every launch of such a script.
+        process_group: Some ranks instead of all; ``"none"``: this rank has the run to itself.
 
     >>> import everystep, numpy, tempfile
     >>> state = {"w": numpy.zeros(3)}
@@ -79,7 +90,7 @@ class Checkpointer:
     def __init__(
         self,
         run: str | os.PathLike[str],
-        state: object,
+        state: object = None,
         *,
         every: int | str = 1,
         keep: Keep | None = None,
@@ -100,6 +111,7 @@ class Checkpointer:
         )
         exit_code = checked_exit_code(preemption_exit_code)
         self.state = state
+        """What `save` and `restore` work on unless they are given another state."""
         self._mode: Mode = mode
         self._on_error = on_error
         self._timeout = timeout
@@ -126,8 +138,9 @@ class Checkpointer:
 
     @property
     def mode(self) -> Mode:
-        """The mode at work: ``"overlap"`` is ``"snapshot"`` while nothing announces changes of weights."""
-        if self._open and self._mode == "overlap" and not self._announced.announced:
+        """The mode at work: ``"overlap"`` is ``"snapshot"`` while nothing announces changes of the state."""
+        bound = self.state is not None
+        if self._open and bound and self._mode == "overlap" and not self._announced.announced:
             return "snapshot"
         return self._mode
 
@@ -174,27 +187,54 @@ class Checkpointer:
 
     # --- saving
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> PendingSave | None:
-        """Saves the state after `step` completed steps; None when `every` skips it.
+    def save(
+        self, step: int, state: object = None, *, metrics: Mapping[str, float] | None = None
+    ) -> PendingSave | None:
+        """Saves the state after `step` completed steps.
 
-        A save that failed in the background is raised by the next call, once (`SaveFailed`, `StorageFull`,
-        `MutatedDuringSave`), unless its `PendingSave` has shown the error before; that call has begun its own
-        save nevertheless. Earlier checkpoints are untouched by a failure, and training may go on.
+        A program whose steps return a new state, as with JAX, passes it here. Arrays that cannot change are
+        read where they are while the next steps run; all others are copied first, unless a hooked optimizer
+        owns them. In ``mode="overlap"`` the call begins by waiting until the save before is durable, also if
+        `every` skips this step: a crash then costs at most one step.
+
+        If a save fails in the background, the next call raises its error, once (`SaveFailed`, `StorageFull`,
+        `MutatedDuringSave`), unless its `PendingSave` has shown the error before. The call that raises has
+        begun its own save nevertheless. Earlier checkpoints are untouched by a failure, and training may go
+        on.
+
+        Args:
+            step: The number of completed steps, which names the checkpoint.
+            state: What to save this time. None: the state that the Checkpointer was made with. If both are
+                given, this one is saved; only optimizers that are in it are hooked, until the next save.
+            metrics: Numbers to store with the checkpoint, such as ``{"loss": 0.25}``.
+
+        Returns:
+            The save, to wait for or to ask about; None when `every` skips the step.
         """
         self._check_usable()
         step = check_step(step)
+        if state is None and self.state is None:
+            raise ValueError(
+                f"step {step} was not saved: this Checkpointer was made without a state, so each save needs "
+                "one, as in save(step, state)"
+            )
+        if state is not None and self._mode == "overlap":
+            # No hook may have waited. No step is completed before the checkpoint of an earlier one is safe.
+            self._release(None)
         if self.last_durable is None:  # nothing restored or saved so far
             self._context.retention.require_ours(step)
         now = time.monotonic()
         self._schedule.stepped(step, now, self._stalled, self._overlapped)
         self._stalled = 0.0
         try:
-            return self._save(step, metrics, now)
+            return self._save(step, state, metrics, now)
         finally:
             self._stalled += time.monotonic() - now
             self._overlapped = self._task is not None and not self._task.ended
 
-    def _save(self, step: int, metrics: Mapping[str, float] | None, now: float) -> PendingSave | None:
+    def _save(
+        self, step: int, passed: object, metrics: Mapping[str, float] | None, now: float
+    ) -> PendingSave | None:
         self._observers.tell(Completed(step))
         earlier = self._task
         decision = self._duty.decide(step, now)
@@ -209,8 +249,9 @@ class Checkpointer:
             raise
         task = SaveTask(self._context, step, self._mode, decision.save_round)
         try:
-            task.prepare(self.state, metrics)
-            task.stage(self.state)
+            state = self.state if passed is None else passed
+            task.prepare(state, metrics, bound=passed is None)
+            task.stage(state)
         except BaseException as error:
             task.failed(error)
             raise
@@ -249,13 +290,17 @@ class Checkpointer:
             self._release(None)
             yield
 
-    def check_replicas(self) -> None:
-        """Compares, bit by bit, what several ranks hold the same of; `RanksDisagree` names what differs.
+    def check_replicas(self, state: object = None) -> None:
+        """Compares, bit by bit, the arrays that several ranks have copies of; see `RanksDisagree`.
 
-        All ranks call it, between two steps. It is done by itself when it is first planned who writes what.
+        All ranks call it, between two steps. The first save does it by itself, and each save after the layout
+        of the state has changed.
+
+        Args:
+            state: What to compare. None: the state that the Checkpointer was made with.
         """
         self._check_usable()
-        self._group.check_replicas(self.state)
+        self._group.check_replicas(self.state if state is None else state)
 
     def _before_step(self, owner: Owner) -> None:
         """An optimizer is about to change what it owns."""
@@ -303,6 +348,7 @@ class Checkpointer:
 
     # --- restoring
 
+    @overload
     def restore(
         self,
         step: int | None = None,
@@ -311,30 +357,60 @@ class Checkpointer:
         rename: object = None,
         init_from: str | os.PathLike[str] | None = None,
         continue_steps: bool = False,
-    ) -> int:
-        """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
+    ) -> int: ...
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: Any,
+        strict: bool = True,
+        rename: object = None,
+        init_from: str | os.PathLike[str] | None = None,
+        continue_steps: bool = False,
+    ) -> tuple[int, Any]: ...
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: Any = None,
+        strict: bool = True,
+        rename: object = None,
+        init_from: str | os.PathLike[str] | None = None,
+        continue_steps: bool = False,
+    ) -> int | tuple[int, Any]:
+        """Puts the newest intact checkpoint of the run back into the state.
 
-        In a run that holds checkpoints the first save needs it to have been called: see `RunInUse`.
+        In a run that holds checkpoints, call it before the first save (`RunInUse`). A damaged checkpoint is
+        passed over with a warning. If checkpoints exist but none is intact, that is an error: a training
+        never starts from the beginning silently.
 
-        A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is
-        an error, never a silent start from nothing. With `step`, exactly that checkpoint; should newer ones
-        exist, training goes back on them: the first save removes them.
+        What the state and the checkpoint do not have alike raises a `StateMismatch` before anything is
+        changed. A bound state is filled in place. Where the checkpoint has a value that cannot be put in
+        place and no dict, list or object of the state holds it, such as a number in a tuple, that is a
+        `StateMismatch`, too, in a new run as well. With `into` such values are new ones in the result.
 
-        What the state and the checkpoint do not have alike is a `StateMismatch`, before anything is touched;
-        ``strict=False``, on all ranks, restores what fits and warns about the rest; that no array fits on any
-        rank is still an error. All goes into the objects that are in the state already; one that cannot take
-        it and is held by no dict, list or object of the state, such as a number in a tuple, is a
-        `StateMismatch`, too, in a new run as well.
+        Args:
+            step: Restores exactly that checkpoint. If there are newer ones, training goes back on them: the
+                first save removes them.
+            into: The state to restore instead of a bound one; use what is returned. Dicts, lists, tensors and
+                objects are filled in place. Tuples, numbers and arrays of JAX are new in the result; arrays
+                of JAX have the sharding of those in `into`.
+            strict: If false, on all ranks, restores what fits and warns about the rest. If no array fits on
+                any rank, that is still an error.
+            rename: Gives parameters of the checkpoint the names that they have in the state: see
+                `everystep.load`. With `init_from` it is for that checkpoint alone; without, for those of the
+                run, so leave it out again once a checkpoint with the new names is durable.
+            init_from: Where a run without checkpoints begins: a checkpoint or run, of Everystep or of another
+                system. It fills those entries of the state that it has something for, such as ``"model"``;
+                each of them must fit, and the others stay as they are. A warning names what was filled and
+                what was not. Later launches find checkpoints in the run, and do not look at `init_from`.
+            continue_steps: Whether the new run counts from the step of `init_from`, if that has one, instead
+                of from 0.
 
-        `init_from`: where a run without checkpoints begins: a checkpoint or run, of Everystep or of another
-        system. It fills those entries of the state that it has something for, such as ``"model"``; each of
-        them must fit, and the others stay as they are. A warning names what was filled and what was not. The
-        new run counts from 0; with `continue_steps` from the step of `init_from`, if that says one. Later
-        launches find checkpoints in the run, and do not look at `init_from`.
-
-        `rename` gives parameters of the checkpoint the names that they have in the state: see
-        `everystep.load`. With `init_from` it is for that checkpoint alone; without, for those of the run, so
-        leave it out again once a checkpoint with the new names is durable.
+        Returns:
+            The step at which training goes on, 0 in a new run; with `into`, that step and the restored state,
+            in a new run ``(0, into)``.
         """
         self._check_usable()
         if init_from is not None:
@@ -344,18 +420,25 @@ class Checkpointer:
         if self._context.retention.starts_over:
             raise ValueError(
                 "restore() and start_over=True contradict each other: to resume, leave start_over out; to "
-                "begin anew, do not call restore() before the first save"
+                "start from the beginning, do not call restore() before the first save"
             )
         if continue_steps and init_from is None:
             raise ValueError("continue_steps=True goes with init_from=: it continues the steps of that")
-        new_names = renaming(rename)
+        if into is None and self.state is None:
+            raise ValueError(
+                "this Checkpointer was made without a state: give restore(into=...) the one to restore"
+            )
+        new_names, begin = renaming(rename), None
+        if init_from is not None:
+            begin, new_names = Beginning(init_from, new_names, continue_steps), None
+        target = Into(self.state if into is None else into, strict, into is None, new_names)
         self._release(None)
         self.wait()
         with offering("rename", "strict"):
-            if init_from is None:
-                return restore(self._context, self.state, step, strict=strict, rename=new_names)
-            begin = Beginning(init_from, new_names, continue_steps)
-            return restore(self._context, self.state, step, strict=strict, begin=begin)
+            found, restored = restore(self._context, target, step, begin)
+        if into is None:
+            return found
+        return found, restored.value if isinstance(restored, Rebuilt) else restored
 
     # --- the end
 

@@ -44,9 +44,9 @@ class ObservedChanges:
         self._renewed = before is not None or not self._immutable
         if self._immutable and self._immutable == before:
             warnings.warn(
-                "the arrays of the state are the same as in the checkpoint before. A Checkpointer saves the "
-                "dict that it was given: put new arrays of JAX into it (state.update(...)), or use "
-                "everystep.integrations.jax.Checkpointer, whose save takes the new state",
+                "the arrays of the state are the same as in the checkpoint before. This Checkpointer saves "
+                "the dict that it was made with: pass the new state to each save, as in save(step, state), "
+                "or put the new arrays into that dict (state.update(...))",
                 RuntimeWarning,
                 stacklevel=stack_level(),
             )

@@ -86,7 +86,7 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
                 run = open_run(drill.path if drill else path)
                 inside = path_to_read(run.directory)
                 held, known = list_steps(inside), history(inside)
-            if given.mode == "overlap":
+            if given.mode == "overlap" and state is not None:
                 announced.attach(state)
         where, known, held, start_over = group.broadcast(
             (os.fsencode(run.path), known, held, given.start_over),

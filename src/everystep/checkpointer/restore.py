@@ -44,22 +44,32 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Where training goes on. `candidates`: the steps there were to choose from."""
+class Into:
+    """What is to be filled.
 
-    step: int
-    nbytes: int
-    seconds: float
-    candidates: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What is to be filled. Unless `strict`, with what fits. `rename` gives parameters their new names."""
+    Args:
+        state: The objects to fill.
+        strict: Whether everything must fit; if not, what fits is filled.
+        in_place: Whether the training goes on with `state` itself. Otherwise it takes the object that the
+            restore returns, so a value that cannot be changed may be replaced.
+        rename: Gives the parameters of a checkpoint the names that they have in `state`.
+    """
 
     state: object
     strict: bool
+    in_place: bool
     rename: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where training goes on: the restored state, and the steps there were to choose from."""
+
+    step: int
+    state: object
+    nbytes: int
+    seconds: float
+    candidates: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +82,23 @@ class Beginning:
 
 
 def restore(
-    context: RunContext,
-    state: object,
-    step: int | None,
-    *,
-    strict: bool,
-    rename: Callable[[str], str] | None = None,
-    begin: Beginning | None = None,
-) -> int:
-    """Fills the state from the newest checkpoint that is intact, or from that of `step`; returns its step.
+    context: RunContext, into: Into, step: int | None, begin: Beginning | None = None
+) -> tuple[int, object]:
+    """Fills a state from the newest checkpoint that is intact, or from that of `step`.
 
-    When the run holds no checkpoint, fills it from where it is to `begin`; returns the step to begin at.
+    When the run holds no checkpoint, fills it from where it is to `begin`. Returns the step at which training
+    goes on, and the restored state: the one given, unless it had to be replaced.
     """
     context.observers.tell(Restoring())
-    found = _load_newest(context, _Target(state, strict, rename), step)
+    found = _load_newest(context, into, step)
     if found is None:
         context.observers.tell(NothingToRestore())
         context.retention.resumed(None)
         if begin is None:
-            return 0
-        begun = _begin_from(context, _Target(state, strict, begin.rename), begin)
+            return 0, into.state
+        begun, restored = _begin_from(context, replace(into, rename=begin.rename), begin)
         context.schedule.resumed(begun)
-        return begun
+        return begun, restored
     context.observers.tell(Restored(found.step, time.time(), found.nbytes, found.seconds))
     context.schedule.resumed(found.step)
     context.retention.resumed(found.step)
@@ -106,21 +111,22 @@ def restore(
             RuntimeWarning,
             stacklevel=stack_level(),
         )
-    return found.step
+    return found.step, found.state
 
 
-def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found | None:
+def _load_newest(context: RunContext, into: Into, only: int | None) -> _Found | None:
     group, run = context.group, context.run
     with group.again(f"restore from {run.path}") as transport:
         with _all_or_none(group, transport, "target"):
             run.require_current()
-            refuse_fixed(into.state)
+            if into.in_place:
+                refuse_fixed(into.state)
         candidates = _agreed(group, transport, list_steps(run.path) if group.is_coordinator else [])
         failures: list[EverystepError] = []
         for step in reversed(candidates if only is None else [only]):
             began = time.perf_counter()
             try:
-                nbytes = _load(group, transport, into, run.path_of(step))
+                restored, nbytes = _load(group, transport, into, run.path_of(step))
             except (CorruptCheckpoint, ReadFailed) as error:
                 if only is not None or not shows_damage(error):
                     raise
@@ -129,47 +135,68 @@ def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found
             except CheckpointNotFound:
                 raise CheckpointNotFound(f"run {run.path} has no checkpoint of step {step}") from None
             else:
-                return _Found(step, nbytes, time.perf_counter() - began, candidates)
+                return _Found(step, restored, nbytes, time.perf_counter() - began, candidates)
         if failures:
             raise _none_intact(run.path, failures) from failures[0]
         return None
 
 
-def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
+def _load(group: RankGroup, transport: Transport | None, into: Into, path: str) -> tuple[object, int]:
+    """The state filled from a checkpoint, and how many bytes that has."""
+    opened: AbstractContextManager[Checkpoint]
+    if transport is None:
+        opened = open_checkpoint(path)
+    else:
+        opened = open_together(transport, path, group.timeout, _check)
+    with opened as checkpoint:
+        if transport is None:
+            _check(checkpoint)
+        return _fill(group, transport, checkpoint, into), checkpoint.nbytes
+
+
+def _begin_from(context: RunContext, into: Into, begin: Beginning) -> tuple[int, object]:
     """Fills what that checkpoint has something for; the other entries of the state stay."""
-    group, path = context.group, begin.path
+    group, path, state = context.group, begin.path, into.state
     tuning = replace(READING, max_inflation=group.settings.tuning.max_inflation)
     with group.again(f"start from {os.fspath(path)}") as transport:
+        opened: AbstractContextManager[Checkpoint]
         if transport is None:
-            with open_newest(path, tuning) as checkpoint:
-                there = _keys_of(checkpoint)
-                part = _entries_in(into.state, checkpoint)
-                restored = checkpoint._restore(part, strict=into.strict, rename=into.rename)
-                refuse_replaced(part, restored, checkpoint.path)
-                _put_back(into.state, restored)
-                _tell_entries(into.state, there, checkpoint, begin)
-                return checkpoint.step if begin.continue_steps else 0
-        group.restart(transport)
-        with open_newest_together(transport, path, group.timeout, tuning) as checkpoint:
-            there = _keys_of(checkpoint)
-            part = _entries_in(into.state, checkpoint)
-            restored = load_together(
-                transport,
-                checkpoint,
-                part,
-                select=None,
-                verify=True,
-                strict=into.strict,
-                rename=into.rename,
-                timeout=group.timeout,
-                channel=group.channel,
-            )
-            with _all_or_none(group, transport, "in place"):
-                refuse_replaced(part, restored, checkpoint.path)
-            _put_back(into.state, restored)
+            opened = open_newest(path, tuning)
+        else:
+            group.restart(transport)
+            opened = open_newest_together(transport, path, group.timeout, tuning)
+        with opened as checkpoint:
+            entries = _keys_of(checkpoint)
+            part = _entries_in(state, checkpoint)
+            restored = _fill(group, transport, checkpoint, replace(into, state=part))
+            if isinstance(state, dict) and isinstance(restored, dict):
+                if restored is not state:  # plain values go back into the dict that holds them
+                    state.update(restored)
+                restored = state
             if group.is_coordinator:
-                _tell_entries(into.state, there, checkpoint, begin)
-            return checkpoint.step if begin.continue_steps else 0
+                _warn_of_entries(state, entries, checkpoint, begin)
+            return checkpoint.step if begin.continue_steps else 0, restored
+
+
+def _fill(group: RankGroup, transport: Transport | None, checkpoint: Checkpoint, into: Into) -> object:
+    if transport is None:
+        restored = checkpoint._restore(into.state, strict=into.strict, rename=into.rename)
+    else:
+        restored = load_together(
+            transport,
+            checkpoint,
+            into.state,
+            select=None,
+            verify=True,
+            strict=into.strict,
+            rename=into.rename,
+            timeout=group.timeout,
+            channel=group.channel,
+        )
+    with _all_or_none(group, transport, "in place"):
+        if into.in_place:
+            refuse_replaced(into.state, restored, checkpoint.path)
+    return restored
 
 
 def _keys_of(checkpoint: Checkpoint) -> list[str]:
@@ -177,7 +204,7 @@ def _keys_of(checkpoint: Checkpoint) -> list[str]:
     return [key for key, _ in pairs_of(checkpoint._parts.tree) or () if isinstance(key, str)]
 
 
-def _tell_entries(state: object, there: Sequence[str], checkpoint: Checkpoint, begin: Beginning) -> None:
+def _warn_of_entries(state: object, there: Sequence[str], checkpoint: Checkpoint, begin: Beginning) -> None:
     """Warns, in one line, of what only one side has, and of steps that do not count."""
     here = [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
     left = [key for key in here if key not in there]
@@ -233,12 +260,6 @@ def _entries_in(state: object, checkpoint: Checkpoint) -> object:
     return common
 
 
-def _put_back(state: object, restored: object) -> None:
-    """Plain values are no objects that can be filled: they go back into the dict that holds them."""
-    if isinstance(state, dict) and isinstance(restored, dict) and state is not restored:
-        state.update(restored)
-
-
 def _none_intact(run: str, failures: Sequence[EverystepError]) -> CorruptCheckpoint:
     kind = IncompleteCheckpoint if isinstance(failures[0], IncompleteCheckpoint) else CorruptCheckpoint
     return kind(f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}", path=run)
@@ -256,30 +277,6 @@ def _agreed(group: RankGroup, transport: Transport | None, steps: Sequence[int])
     group.restart(transport)
     mine = msgspec.json.encode(list(steps)) if group.is_coordinator else None
     return msgspec.json.decode(transport.tell("steps", mine, group.timeout), type=list[int])
-
-
-def _load(group: RankGroup, transport: Transport | None, into: _Target, path: str) -> int:
-    if transport is None:
-        with open_checkpoint(path) as checkpoint:
-            _check(checkpoint)
-            restored = checkpoint._restore(into.state, strict=into.strict, rename=into.rename)
-            refuse_replaced(into.state, restored, path)
-            return checkpoint.nbytes
-    with open_together(transport, path, group.timeout, _check) as checkpoint:
-        restored = load_together(
-            transport,
-            checkpoint,
-            into.state,
-            select=None,
-            verify=True,
-            strict=into.strict,
-            rename=into.rename,
-            timeout=group.timeout,
-            channel=group.channel,
-        )
-        with _all_or_none(group, transport, "in place"):
-            refuse_replaced(into.state, restored, path)
-        return checkpoint.nbytes
 
 
 def _all_or_none(group: RankGroup, transport: Transport | None, what: str) -> AbstractContextManager[None]:

@@ -81,13 +81,19 @@ class SaveTask(SaveObserver):
 
     # --- on the training's thread
 
-    def prepare(self, state: object, metrics: Mapping[str, float] | None) -> None:
-        """Takes the state apart, and plans what this rank writes where that has changed."""
+    def prepare(self, state: object, metrics: Mapping[str, float] | None, *, bound: bool) -> None:
+        """Takes the state apart, and plans what this rank writes where that has changed.
+
+        `bound`: it is the state of every save. Another is this save's alone, and not changed afterwards
+        unless its arrays can be.
+        """
         context, group = self._context, self._context.group
+        self._bound = bound
         if self.mode == "overlap":
             context.announced.attach(state)
-            context.announced.warn_if_none()
-            self.mode = "overlap" if context.announced.announced else "snapshot"
+            if bound and not context.announced.announced:
+                self.mode = "snapshot"
+                context.announced.warn_if_none()
         context.observers.tell(Saving(self.step, self.mode))
         self._metrics = plain_metrics(metrics) if group.is_coordinator else {}  # those of rank 0 are stored
         self._replace = context.retention.begin(self.step)
@@ -101,7 +107,8 @@ class SaveTask(SaveObserver):
     def stage(self, state: object) -> None:
         """Divides the leaves: those that are read in place, and those that are copied, now."""
         context = self._context
-        context.observed.warn_if_stale(self._leaves())
+        if self._bound:
+            context.observed.warn_if_stale(self._leaves())
         if self.mode == "sync":
             division = Division()  # training does not run until all is over
         elif self.mode == "overlap":
@@ -109,6 +116,9 @@ class SaveTask(SaveObserver):
             division = context.staging.divide(self._leaves(), owner_of)
         else:
             division = context.staging.divide(self._leaves(), _owner_in_snapshot)
+        copies = bool(division.copied or division.urgent)
+        if self.mode == "overlap" and not self._bound and copies and not division.in_place:
+            context.announced.warn_if_none()
         self._stage_seconds = time.perf_counter() - self._began
         self._memory = LiveMemory(self.step, division)
         self._must_leave = self.mode == "sync" or bool(division.urgent)

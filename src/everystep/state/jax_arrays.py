@@ -71,11 +71,13 @@ def _is_tracer(array: Any) -> bool:
 def _needs_more(array: Any) -> str | None:
     """Why an array is for `everystep.integrations.jax` only, if it is."""
     if is_key(array):
-        return "typed random keys. Use everystep.integrations.jax, or jax.random.key_data(keys) instead"
+        return (
+            "typed random keys. Use everystep.integrations.jax.pytree, or jax.random.key_data(keys) instead"
+        )
     if not array.is_fully_addressable:
         return "other processes have parts of this jax.Array. Use everystep.integrations.jax in all of them"
     if foreign_dtype(array) is not None:
-        return f"a jax.Array of dtype {array.dtype}. Use everystep.integrations.jax, or a wider type"
+        return f"a jax.Array of dtype {array.dtype}. Use everystep.integrations.jax.pytree, or a wider type"
     return None
 
 

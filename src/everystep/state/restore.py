@@ -49,6 +49,7 @@ from everystep.state.select import Selection
 from everystep.state.targets import (
     MAPPINGS,
     SEQUENCES,
+    Rebuilt,
     has_arrays,
     holds_strangers,
     is_array,
@@ -156,6 +157,8 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
         return lambda lookup: target
     if isinstance(target, Mark):
         return _plan_marked(context, target, node, place, depth)
+    if isinstance(target, Rebuilt):
+        return _plan_rebuilt(context, target, node, place, depth)
     if is_array(target):
         return _plan_array(context, target, node, place)
     if jax_arrays.is_array(target):
@@ -199,6 +202,16 @@ def _plan_marked(context: RestoreContext, target: Mark[Any], node: Node, place: 
         return target
 
     return fill
+
+
+def _plan_rebuilt(context: RestoreContext, target: Rebuilt[Any], node: Node, place: str, depth: int) -> Plan:
+    inner = _plan(context, target.memory([key for key, _ in pairs_of(node) or ()]), node, place, depth + 1)
+
+    def rebuild(lookup: Lookup) -> Any:
+        target.rebuild(inner(lookup))
+        return target
+
+    return rebuild
 
 
 def _plan_array(context: RestoreContext, target: Any, node: Node, place: str) -> Plan:

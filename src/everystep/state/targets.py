@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,8 +22,26 @@ from everystep.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, l
 from everystep.state.refusals import type_name, unfillable
 from everystep.state.value_encoder import is_value
 
+T = TypeVar("T")
 MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 SEQUENCES = (list, tuple, deque)
+
+
+class Rebuilt(Generic[T]):
+    """A part of a state, as `value`, that nothing can be put into: a restore makes a new `value` of it.
+
+    A subclass also has ``state_dict``, for saves.
+    """
+
+    value: T
+
+    def memory(self, entries: Collection[object]) -> Any:
+        """A dict of arrays and values for a restore to fill. The checkpoint has `entries` there."""
+        raise NotImplementedError
+
+    def rebuild(self, memory: Any) -> None:
+        """Makes the new `value` of that dict, filled."""
+        raise NotImplementedError
 
 
 def is_array(value: object) -> bool:

@@ -69,7 +69,7 @@ class Snapshot(Extension):
         if self.checkpointer is not None:
             metrics = {name: float(value) for name, value in _numbers(trainer.observation)}
             self.checkpointer.save(
-                trainer.updater.iteration, {**metrics, "elapsed_time": trainer.elapsed_time}
+                trainer.updater.iteration, metrics={**metrics, "elapsed_time": trainer.elapsed_time}
             )
 
     def on_error(self, trainer: Any, exc: Exception, tb: Any) -> None:

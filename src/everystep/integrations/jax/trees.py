@@ -2,15 +2,15 @@
 
 A leaf is named by its path, ``params.dense.kernel`` or ``opt_state.0.mu.dense.kernel``, whatever classes the
 nodes have: named tuples, dataclasses, and what is registered with ``jax.tree_util``. Without JAX a checkpoint
-reads as nested dicts of numpy arrays. What these do not say of a ``jax.Array`` is stored beside them under
-``_jax``: which are typed random keys, of which generator; which have a weak type; which have an element type
-that is stored as bytes.
+reads as nested dicts of numpy arrays. What these do not say of a ``jax.Array`` is stored beside them, under
+``_jax``: which arrays are typed random keys, and of which generator; which have a weak type; which have an
+element type that is stored as bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,20 +20,40 @@ from everystep.errors import StateMismatch, UnsupportedState
 from everystep.state import jax_arrays as arrays
 from everystep.state.boxed import BoxedArray
 from everystep.state.node import NAMELESS
+from everystep.state.targets import Rebuilt
 
+T = TypeVar("T")
 BESIDE = "_jax"
 _VERSION = 1
 _Path = tuple[str, ...]
 
 
-class Live:
-    """A tree to be saved: an object of which the save asks the state, and only if it is due."""
+def pytree(tree: T) -> Pytree[T]:
+    """A pytree as a part of a state, or as all of it, for `everystep.Checkpointer`, `save` and `load`.
 
-    def __init__(self, tree: object) -> None:
-        self._tree = tree
+    Saving stores the leaves of `tree`. Restoring leaves `tree` as it is and makes a new one like it: on the
+    same devices, with the leaves of the checkpoint. It is what ``restore(into=pytree(tree))`` returns, and
+    the attribute `value` afterwards.
+
+    Args:
+        tree: Dicts, named tuples, dataclasses and everything else that is registered with ``jax.tree_util``.
+            To restore, its leaves may be ``jax.ShapeDtypeStruct``, with or without a sharding.
+    """
+    return Pytree(tree)
+
+
+class Pytree(Rebuilt[T]):
+    """What `pytree` returns: the tree as `value`."""
+
+    def __init__(self, tree: T) -> None:
+        self.value = tree
+        self._unfilled: dict[int, BoxedArray] = {}
+
+    def __repr__(self) -> str:
+        return f"<everystep.integrations.jax.pytree of {type(self.value).__name__}>"
 
     def state_dict(self) -> dict[str, Any]:
-        leaves, _ = _flatten(self._tree)
+        leaves, _ = _flatten(self.value)
         found: dict[str, Any] = {}
         weak: list[str] = []
         keys: dict[str, str] = {}
@@ -55,46 +75,36 @@ class Live:
         return found
 
     def load_state_dict(self, state: object) -> None:
-        raise TypeError(
-            "a tree is restored by everystep.integrations.jax.load, or the restore of its Checkpointer"
-        )
+        raise TypeError("a pytree is restored by Everystep, into memory of its own")
 
-
-class Target:
-    """A tree to be restored: `state` is what a load fills, and `tree` what it makes of that.
-
-    The tree that says what it is like stays as it is. `described`: the checkpoint was saved by this module.
-    """
-
-    def __init__(self, like: Any, *, described: bool = True) -> None:
-        self._leaves, self._structure = _flatten(like)
-        self.state: dict[str, Any] = {BESIDE: {}} if described else {}
-        self._unfilled: dict[int, BoxedArray] = {}
-        for path, leaf in self._leaves:
+    def memory(self, entries: Collection[object]) -> dict[str, Any]:
+        """New arrays for all leaves: the tree itself stays as it is."""
+        state: dict[str, Any] = {BESIDE: {}} if BESIDE in entries else {}
+        self._unfilled = {}
+        for path, leaf in _flatten(self.value)[0]:
             if _is_jax(leaf):
                 leaf = arrays.empty(arrays.key_data_like(leaf) if arrays.is_key(leaf) else leaf)
                 self._unfilled[id(leaf)] = leaf
             elif isinstance(leaf, np.ndarray):
                 leaf = np.array(leaf)
-            _insert(self.state, path, leaf)
+            _insert(state, path, leaf)
+        return state
 
-    @property
-    def filled(self) -> bool:
-        """Whether a checkpoint of this module has been restored into it."""
-        return bool(self.state.get(BESIDE))
-
-    def tree(self) -> Any:
-        said = self.state.get(BESIDE) or {"keys": {}, "weak_types": [], "dtypes": {}}
+    def rebuild(self, memory: dict[str, Any]) -> None:
+        said = memory.get(BESIDE) or {"keys": {}, "weak_types": [], "dtypes": {}}
         if said.get("version", _VERSION) != _VERSION:
             raise UnsupportedState(f"a tree of version {said['version']}; this Everystep knows {_VERSION}")
         weak = frozenset(said["weak_types"])
-        return tree_util.tree_unflatten(
-            self._structure, [self._leaf(path, like, said, weak) for path, like in self._leaves]
+        leaves, structure = _flatten(self.value)
+        self.value = tree_util.tree_unflatten(
+            structure, [self._leaf(memory, path, like, said, weak) for path, like in leaves]
         )
+        self._unfilled = {}
 
-    def _leaf(self, path: _Path, like: Any, said: Mapping[str, Any], weak: frozenset[str]) -> Any:
-        name = ".".join(path)
-        found: Any = self.state
+    def _leaf(
+        self, memory: Any, path: _Path, like: Any, said: Mapping[str, Any], weak: frozenset[str]
+    ) -> Any:
+        name, found = ".".join(path), memory
         for key in path:
             found = found[key]
         if not _is_jax(like):
@@ -114,11 +124,6 @@ class Target:
             return jax.random.wrap_key_data(data, dtype=like.dtype)
         _compare(name, "elements of type", said["dtypes"].get(name), arrays.foreign_dtype(like))
         return arrays.placed(like, found, weak=name in weak)
-
-
-def knows_jax(values: Mapping[str, object]) -> bool:
-    """Whether a checkpoint with these values was saved by this module."""
-    return f"{BESIDE}.version" in values
 
 
 def _flatten(tree: object) -> tuple[list[tuple[_Path, Any]], Any]:

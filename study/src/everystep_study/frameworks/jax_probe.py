@@ -159,21 +159,23 @@ class OrbaxTrainState(DefaultCheckpoint):
 
 
 class EverystepTree(DefaultCheckpoint):
-    """`integrations.jax` with all of the state, the position in the data and `everystep.rng` in the tree."""
+    """`integrations.jax.pytree` of the state, the position in the data and `everystep.rng` in the tree."""
 
     key, title, ours = "everystep", "Everystep, as in its documentation", True
 
     def save(self, probe: JaxProbe, directory: Path) -> None:
-        from everystep.integrations.jax import Checkpointer
+        import everystep
+        from everystep.integrations.jax import pytree
 
-        with Checkpointer(directory / "run", preemption=False) as checkpointer:
-            checkpointer.save(1, self._tree(probe))
+        with everystep.Checkpointer(directory / "run", preemption=False) as checkpointer:
+            checkpointer.save(1, pytree(self._tree(probe)))
 
     def load(self, probe: JaxProbe, directory: Path) -> None:
-        from everystep.integrations.jax import Checkpointer
+        import everystep
+        from everystep.integrations.jax import pytree
 
-        with Checkpointer(directory / "run", preemption=False) as checkpointer:
-            _, found = checkpointer.restore(self._tree(probe))
+        with everystep.Checkpointer(directory / "run", preemption=False) as checkpointer:
+            _, found = checkpointer.restore(into=pytree(self._tree(probe)))
         probe.state = found["state"]
 
     def _tree(self, probe: JaxProbe) -> dict[str, Any]:

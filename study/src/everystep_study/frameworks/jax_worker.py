@@ -180,22 +180,27 @@ class Msgpack(JaxMechanism):
 
 
 class JaxEverystep(EverystepMechanism):
-    """`everystep.integrations.jax.Checkpointer`."""
+    """`everystep.Checkpointer` with `everystep.integrations.jax.pytree`."""
 
     training: JaxTraining
 
     def make(self) -> Any:
         import everystep
-        from everystep.integrations.jax import Checkpointer
 
-        return Checkpointer(self.run, mode=self.mode, keep=everystep.Keep(last=self.slots), preemption=False)
+        return everystep.Checkpointer(
+            self.run, mode=self.mode, keep=everystep.Keep(last=self.slots), preemption=False
+        )
 
     def write(self, target: Path) -> None:
         self._step += 1
-        self._checkpointer.save(self._step, self.training.tree(self.weights_only))
+        from everystep.integrations.jax import pytree
+
+        self._checkpointer.save(self._step, pytree(self.training.tree(self.weights_only)))
 
     def load(self) -> None:
-        step, tree = self._checkpointer.restore(self.training.tree(self.weights_only))
+        from everystep.integrations.jax import pytree
+
+        step, tree = self._checkpointer.restore(into=pytree(self.training.tree(self.weights_only)))
         if not step:
             raise FileNotFoundError(f"{self.run} has no checkpoint")
         self._step = max(self._step, step)
