@@ -31,7 +31,8 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from everystep.format.checksums import DEFAULT_CHUNK_NBYTES, HEX_DIGITS, chunk_count
+from everystep.engine import CHUNK_NBYTES
+from everystep.format.checksums import HEX_DIGITS, chunk_count
 from everystep.format.dtypes import carrier
 from everystep.format.manifest import (
     ALIGNMENT,
@@ -317,7 +318,7 @@ def _part(plan: WritePlan, rank: int) -> Part:
     header = build_header(entries, {"format": "pt"})
     held: dict[int, list[Fragment]] = {}
     for item, (index, begin) in zip(fragments, spots, strict=True):
-        digits = HEX_DIGITS * chunk_count(item.nbytes, DEFAULT_CHUNK_NBYTES)
+        digits = HEX_DIGITS * chunk_count(item.nbytes, CHUNK_NBYTES)
         box = item.piece.box
         held.setdefault(index, []).append(
             Fragment(box.start, box.shape, 0, len(header) + begin, item.nbytes, "5" * digits)
@@ -328,7 +329,7 @@ def _part(plan: WritePlan, rank: int) -> Part:
         Leaf(plan.leaves[n].name, plan.leaves[n].dtype, plan.leaves[n].shape, "torch", tuple(found))
         for n, found in held.items()
     )
-    return Part(rank, DEFAULT_CHUNK_NBYTES, (file,), leaves, ())
+    return Part(rank, CHUNK_NBYTES, (file,), leaves, ())
 
 
 class _Coordinator:

@@ -230,7 +230,7 @@ def test_plans_agree_between_processes_whose_hashes_differ() -> None:
         for seed in ("1", "2")
     }
     assert len(found) == 1
-    assert b"Piece" in found.pop()
+    assert b"LocalBox" in found.pop()
 
 
 @given(

@@ -25,10 +25,10 @@ def test_peers_agree_and_everyone_gets_everything_once(data: st.DataObject) -> N
         got = {leaf.name: np.zeros(leaf.shape, dtype=int) for leaf in leaves}
         for group in groups[rank]:
             assert rank in group.ranks
-            for stretch in group.stretches:
-                assert stretch.reader in group.ranks
-                assert stretch.nbytes == sum(item.nbytes for item in stretch.pieces)
-                for item in stretch.pieces:
+            for share in group.shares:
+                assert share.reader in group.ranks
+                assert share.nbytes == sum(item.nbytes for item in share.pieces)
+                for item in share.pieces:
                     got[leaves[item.leaf].name][inside(item.piece.box)] += 1
             for peer in group.ranks:
                 assert topology.nodes[peer] == topology.nodes[rank]
@@ -69,5 +69,5 @@ def test_little_is_read_by_one_and_not_always_by_the_first() -> None:
     mesh = Mesh.grid(4, 4)
     leaves = [LeafLayout("leaf", "F32", (64,), (MeshPlacement(mesh, (Split(0, 0),)),))]
     plan = SharePlan(leaves, Topology.regular(16))
-    readers = [group.stretches[0].reader for rank in range(0, 16, 4) for group in plan.groups(rank)]
+    readers = [group.shares[0].reader for rank in range(0, 16, 4) for group in plan.groups(rank)]
     assert readers == [0, 5, 10, 15]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from everystep.errors import CorruptCheckpoint
 from everystep.format.geometry import Box
 from everystep.format.records import Fragment, Leaf, Part, ShardFile
-from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
+from everystep.plan.placement import LeafLayout, LocalBox, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
-from everystep.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
+from everystep.plan.resharding import Missing, StoredIndex, Wanted, plan_reads
 from everystep.plan.topology import Topology
 from support.worlds.named_layouts import NAMED, staged
 from support.worlds.simulated_worlds import (
@@ -23,6 +23,7 @@ from support.worlds.simulated_worlds import (
     random_state,
     save,
     topologies,
+    wants_of,
 )
 
 
@@ -83,7 +84,7 @@ def one_part(rank: int, *fragments: tuple[Box, int], shape: tuple[int, ...], dty
 
 
 def want(box: Box) -> Wanted:
-    return Wanted("leaf", Piece(box, Box((0,) * len(box.shape), box.shape), box.shape))
+    return Wanted("leaf", LocalBox(box, Box((0,) * len(box.shape), box.shape), box.shape))
 
 
 def test_what_is_missing_is_named() -> None:

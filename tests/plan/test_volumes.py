@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everystep.format.geometry import Box
-from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
+from everystep.plan.placement import LeafLayout, LocalBox, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.replica_groups import Owned
 from everystep.plan.topology import Topology
@@ -22,7 +22,7 @@ def fragment(number: int, shape: tuple[int, ...], itemsize: int = 4) -> Owned:
     """A box in the middle of a larger leaf and a larger array."""
     ones = (1,) * len(shape)
     within = tuple(n + 2 for n in shape)
-    piece = Piece(Box((5,) * len(shape), shape), Box(ones, shape), within)
+    piece = LocalBox(Box((5,) * len(shape), shape), Box(ones, shape), within)
     return Owned(number, 0, piece, math.prod(shape) * itemsize)
 
 

@@ -79,7 +79,7 @@ class Staging:
                     leaf.framework,
                     Memory(base + piece.offset, leaf.nbytes, buffer),
                     leaf.sharding,
-                    leaf.slot,
+                    leaf.fragment,
                 )
                 for leaf, piece in zip(chosen, pieces, strict=True)
             ]

@@ -7,13 +7,10 @@ is the engine's part.
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Sequence
 
 from everystep.engine import xxh3_64
 
 HEX_DIGITS = 16
-DEFAULT_CHUNK_NBYTES = 1 << 20
 
 _LOWER_HEX = re.compile(r"[0-9a-f]*")
 
@@ -26,16 +23,6 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def chunk_count(nbytes: int, chunk_nbytes: int) -> int:
     """How many checksums cover `nbytes` bytes; the last chunk may be shorter, no bytes need none."""
     return -(-nbytes // chunk_nbytes)
-
-
-def pack_chunks(checksums: Sequence[int]) -> str:
-    """The text form of a fragment's chunk checksums, in order."""
-    return struct.pack(f">{len(checksums)}Q", *checksums).hex()
-
-
-def unpack_chunks(text: str) -> tuple[int, ...]:
-    """The inverse of `pack_chunks`, for text that `is_hex` holds for."""
-    return struct.unpack(f">{len(text) // HEX_DIGITS}Q", bytes.fromhex(text))
 
 
 def is_hex(text: str) -> bool:

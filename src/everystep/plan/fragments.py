@@ -1,6 +1,6 @@
 """Between arrays in memory and boxes of leaves: how a rank sees its arrays, and parts of them to transfer.
 
-A piece of a leaf (`everystep.plan.placement.Piece`) lies in a box of a local array. Contiguous boxes stay
+A piece of a leaf (`everystep.plan.placement.LocalBox`) lies in a box of a local array. Contiguous boxes stay
 plain memory, all others are memory with strides: nothing is copied here.
 """
 
@@ -18,7 +18,7 @@ from everystep.plan.dtensor import splits_of
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement
 from everystep.plan.replica_groups import Owned
 from everystep.plan.world import Seen, View
-from everystep.state import Framework, LeafSource, Sharding, Slot
+from everystep.state import FragmentPlace, Framework, LeafSource, Sharding
 
 
 def seen(
@@ -70,13 +70,13 @@ def sources(
 ) -> list[LeafSource]:
     """What to write for the pieces that a plan gave this rank, out of the arrays that it has `here`."""
     by_name = {leaf.name: leaf for leaf in here}
-    by_box = {(leaf.name, leaf.sharding.box): leaf for leaf in here if leaf.slot is not None}
+    by_box = {(leaf.name, leaf.sharding.box): leaf for leaf in here if leaf.fragment is not None}
     counts: dict[str, int] = {}
     found: list[LeafSource] = []
     for item in owned:
         name = leaves[item.leaf].name
         leaf = by_name[name]
-        if leaf.slot is not None:  # one of several boxes
+        if leaf.fragment is not None:  # one of several boxes
             leaf = by_box[name, leaves[item.leaf].placements[item.placement].box]
         if item.piece.within != leaf.shape:
             raise UnsupportedState(
@@ -87,8 +87,8 @@ def sources(
         index = counts[name] = counts.get(name, -1) + 1
         source = part_of_source(leaf.source, leaf.shape, itemsize(leaf.dtype), item.piece.local)
         box = item.piece.box
-        slot = Slot(box.start, leaf.whole_shape, index, volume)
-        found.append(LeafSource(name, leaf.dtype, box.shape, leaf.framework, source, None, slot))
+        fragment = FragmentPlace(box.start, leaf.whole_shape, index, volume)
+        found.append(LeafSource(name, leaf.dtype, box.shape, leaf.framework, source, None, fragment))
     return found
 
 

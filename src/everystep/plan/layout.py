@@ -161,7 +161,7 @@ def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
 
 
 def _index(leaf: LeafSource) -> int:
-    return 0 if leaf.slot is None else leaf.slot.index
+    return 0 if leaf.fragment is None else leaf.fragment.index
 
 
 def _element_alignment(leaf: LeafSource) -> int:

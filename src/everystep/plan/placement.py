@@ -178,17 +178,17 @@ class LeafLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalBox:
     """A box of a leaf, and the box of a local array of shape `within` where a rank has these elements."""
 
     box: Box
     local: Box
     within: tuple[int, ...]
 
-    def part(self, box: Box) -> Piece:
+    def part(self, box: Box) -> LocalBox:
         """The piece for a box inside of this one."""
         shift = tuple(a + b - c for a, b, c in zip(self.local.start, box.start, self.box.start, strict=True))
-        return Piece(box, Box(shift, box.shape), self.within)
+        return LocalBox(box, Box(shift, box.shape), self.within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,23 +202,23 @@ class Holding:
         """The shape of the local array: intervals follow each other in it."""
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.axes)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[LocalBox]:
         """The boxes held, in the order of the local array; one unless a split is strided."""
         return self.narrowed(whole(self.shape))
 
-    def narrowed(self, local: Box) -> Iterator[Piece]:
+    def narrowed(self, local: Box) -> Iterator[LocalBox]:
         """The same for a box of the local array."""
         return self._combined(map(_overlaps, self.axes, local.start, local.stop))
 
-    def inside(self, box: Box) -> Iterator[Piece]:
+    def inside(self, box: Box) -> Iterator[LocalBox]:
         """The same for a box of the leaf: what is held of it."""
         return self._combined(map(_meets, self.axes, box.start, box.stop))
 
-    def _combined(self, spans: Iterable[Iterable[tuple[int, int, int]]]) -> Iterator[Piece]:
+    def _combined(self, spans: Iterable[Iterable[tuple[int, int, int]]]) -> Iterator[LocalBox]:
         within = self.shape
         for cell in itertools.product(*spans):
             shape = tuple(length for _, _, length in cell)
-            yield Piece(
+            yield LocalBox(
                 Box(tuple(start for start, _, _ in cell), shape),
                 Box(tuple(at for _, at, _ in cell), shape),
                 within,
@@ -237,7 +237,7 @@ def holding(leaf: LeafLayout, placement: MeshPlacement, coordinate: Sequence[int
     return Holding(tuple(axes))
 
 
-def pieces_of(leaf: LeafLayout, rank: int) -> Iterator[tuple[int, Piece]]:
+def pieces_of(leaf: LeafLayout, rank: int) -> Iterator[tuple[int, LocalBox]]:
     """Everything a rank holds of a leaf: the number of the placement, and a piece that is not empty."""
     for number, placement in enumerate(leaf.placements):
         coordinate = placement.mesh.coordinate(rank)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everystep.format.geometry import Box, boxes_of_range, contiguous_runs, intersect, whole
-from everystep.plan.placement import LeafLayout, Piece, shards_meeting
+from everystep.plan.placement import LeafLayout, LocalBox, shards_meeting
 from everystep.plan.replica_groups import Owned, ReplicaGroup, replica_groups_of
 from everystep.plan.topology import Topology, Writers
 
@@ -140,7 +140,7 @@ class _Shared:
         return byte_stream.snap(int(self._cuts[stream, cut]), int(self._tolerances[stream]))
 
     def writers_of(
-        self, leaf: int, placement: int, coordinates: dict[int, int], piece: Piece, itemsize: int
+        self, leaf: int, placement: int, coordinates: dict[int, int], piece: LocalBox, itemsize: int
     ) -> Iterator[tuple[int, Box]]:
         """Who writes a piece that lies in one shard, and which elements of it each of them."""
         stream = self.replica_group.stream_number(coordinates)
@@ -204,7 +204,7 @@ def level(
     return result
 
 
-def _outward(piece: Piece, local: Box) -> Box:
+def _outward(piece: LocalBox, local: Box) -> Box:
     """From a box of the local array to the box of the leaf."""
     start = tuple(
         at - own + out for at, own, out in zip(local.start, piece.local.start, piece.box.start, strict=True)

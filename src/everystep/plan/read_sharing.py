@@ -1,7 +1,7 @@
 """Reading once per node: which of the ranks that want the same bytes reads which of them.
 
 Ranks of one node that hold copies of a stream (`everystep.plan.replica_groups`) share it evenly: each
-reads its stretch from storage and hands it to the others over the process group. Like writing, this is
+reads its share from storage and hands it to the others over the process group. Like writing, this is
 arithmetic on the description of the wanted layout, so peers know without asking what they will get from whom.
 """
 
@@ -19,7 +19,7 @@ BLOCK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ReadShare:
     """What `reader` reads for all of a group's ranks. Places in `pieces` hold for every one of them."""
 
     reader: int
@@ -35,7 +35,7 @@ class Group:
     """Ranks of one node that want the same bytes, and how they share the reading. Alone: no exchange."""
 
     ranks: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
+    shares: tuple[ReadShare, ...]
 
 
 class SharePlan:
@@ -65,9 +65,9 @@ class SharePlan:
         items = [
             item
             for group in self.groups(rank)
-            for stretch in group.stretches
-            if stretch.reader == rank
-            for item in stretch.pieces
+            for share in group.shares
+            if share.reader == rank
+            for item in share.pieces
         ]
         items.sort(key=lambda item: (item.leaf, item.placement))
         return tuple(items)
@@ -94,7 +94,7 @@ class SharePlan:
         return Group(
             tuple(ranks),
             tuple(
-                Stretch(
+                ReadShare(
                     ranks[(turn + n) % len(ranks)], tuple(replica_group.cut(number, cuts[n], cuts[n + 1]))
                 )
                 for n in range(readers)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from everystep.format.geometry import boxes_of_range
 from everystep.plan.byte_stream import ByteStream
-from everystep.plan.placement import Holding, LeafLayout, Mesh, Piece, holding, local_sizes
+from everystep.plan.placement import Holding, LeafLayout, LocalBox, Mesh, holding, local_sizes
 
 _CACHED_NUMBERS = 1 << 22
 """Streams are kept while they hold no more numbers than this in all: a rank needs few, a simulation many."""
@@ -35,7 +35,7 @@ class Owned:
 
     leaf: int
     placement: int
-    piece: Piece
+    piece: LocalBox
     nbytes: int
 
 

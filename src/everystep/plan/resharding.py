@@ -27,7 +27,7 @@ from everystep.format.geometry import (
     subtract,
 )
 from everystep.format.records import Leaf, Part
-from everystep.plan.placement import LeafLayout, Piece, pieces_of
+from everystep.plan.placement import LocalBox
 
 GAP_NBYTES = 1 << 20
 """Bytes between two ranges that are read rather than skipped: a chunk, which is checked as a whole anyway."""
@@ -35,10 +35,10 @@ GAP_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A piece of a leaf that somebody wants, and where in an array of theirs."""
+    """A box of a leaf to read, and where it goes in a local array."""
 
     leaf: str
-    piece: Piece
+    piece: LocalBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Copy:
 
     wanted: int
     source: Stored
-    target: Piece
+    target: LocalBox
 
     def source_range(self, itemsize: int) -> tuple[int, int]:
         """First byte and one past the last one, in the file."""
@@ -173,13 +173,6 @@ class _StoredLeaf:
         self._fragments.sort(key=lambda found: found.box.start[axis])
         self._starts = [found.box.start[axis] for found in self._fragments]
         self._longest = max((found.box.shape[axis] for found in self._fragments), default=0)
-
-
-def wants_of(leaves: Iterable[LeafLayout], rank: int) -> Iterator[Wanted]:
-    """Everything a rank holds in a layout, as something to be read."""
-    for leaf in leaves:
-        for _, piece in pieces_of(leaf, rank):
-            yield Wanted(leaf.name, piece)
 
 
 def plan_reads(stored: StoredIndex, wanted: Sequence[Wanted], *, gap_nbytes: int = GAP_NBYTES) -> ReadPlan:

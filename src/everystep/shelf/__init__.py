@@ -5,8 +5,8 @@
 
 | module | what it owns |
 |---|---|
-| `shelf` | `Shelf`: reading, changing, shadow copies |
-| `opening` | a file to a shelf, typed errors, forked children |
+| `shelf` | `Shelf`: reading, changing, shadow copies; shelves in forked children |
+| `opening` | a file to a shelf, and typed errors |
 | `naming`, `sizes`, `usage` | names of entries; sizes as people write them; what a shelf says of itself |
 | `entries` | values and arrays to the bytes of an entry, and back onto the mapping |
 | `creation` | a new, empty file, complete or not there at all |

@@ -1,11 +1,9 @@
-"""Opening a shelf: a new file if there is none, typed errors, and what becomes of it in a forked child."""
+"""Opening a shelf: a new file if there is none, and typed errors."""
 
 from __future__ import annotations
 
 import errno
 import os
-import weakref
-from typing import Protocol
 
 from everystep import engine
 from everystep.errors import (
@@ -23,23 +21,6 @@ from everystep.shelf import creation
 from everystep.store.os_errors import save_failed
 
 DEFAULT_SIZE = 64 << 20
-
-
-class Abandonable(Protocol):
-    def _abandon(self) -> None: ...
-
-
-open_shelves: weakref.WeakSet[Abandonable] = weakref.WeakSet()
-
-
-def _leave_to_the_parent() -> None:
-    """A lock belongs to the open file, which parent and child share: a child that lives on would keep it."""
-    for shelf in list(open_shelves):
-        shelf._abandon()
-    open_shelves.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engine.NativeShelf:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -42,7 +43,7 @@ from everystep.errors import (
 from everystep.paths import local_path
 from everystep.shelf import entries
 from everystep.shelf.naming import require_attribute, to_key
-from everystep.shelf.opening import open_core, open_shelves
+from everystep.shelf.opening import open_core
 from everystep.shelf.sizes import to_nbytes
 from everystep.shelf.usage import ShelfWarning, Usage
 from everystep.store.os_errors import read_error
@@ -107,7 +108,7 @@ class Shelf:
                     stacklevel=2,
                 )
             _set(self, "_core", core)
-            open_shelves.add(self)
+            _open_shelves.add(self)
         except BaseException:
             core.close()  # the error's traceback keeps it alive, and with it the lock
             raise
@@ -449,7 +450,7 @@ class Shelf:
         if not core.close():
             self._refuse("in another thread")
         _set(self, "_core", None)
-        open_shelves.discard(self)
+        _open_shelves.discard(self)
 
     def _abandon(self) -> None:
         """In a forked child: the shelf is the parent's."""
@@ -486,6 +487,18 @@ class Shelf:
     def __reduce__(self) -> Any:
         raise TypeError("a shelf cannot be pickled: send its path, and open it there with mode='r'")
 
+
+_open_shelves: weakref.WeakSet[Shelf] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    """A lock belongs to the open file, which parent and child share: a child that lives on would keep it."""
+    for shelf in list(_open_shelves):
+        shelf._abandon()
+    _open_shelves.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 _set = object.__setattr__
 _ABSENT = object()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from everystep.state.arrays import FreshArrays, check_framework, convert, empty
 from everystep.state.flatten import flatten
-from everystep.state.leaves import Flat, Framework, LeafSource, Sharding, Slot
+from everystep.state.leaves import Flat, FragmentPlace, Framework, LeafSource, Sharding
 from everystep.state.mismatch import LeafMeta, Mismatch
 from everystep.state.node import Node, leaf_names
 from everystep.state.restore import Restore
@@ -36,6 +36,7 @@ from everystep.state.unflatten import unflatten, values
 
 __all__ = [
     "Flat",
+    "FragmentPlace",
     "Framework",
     "FreshArrays",
     "LeafMeta",
@@ -44,7 +45,6 @@ __all__ = [
     "Node",
     "Restore",
     "Sharding",
-    "Slot",
     "check_framework",
     "convert",
     "empty",

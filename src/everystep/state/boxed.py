@@ -15,7 +15,7 @@ import numpy as np
 from everystep.engine.buffers import Memory, Strided
 from everystep.format.geometry import Box, whole
 from everystep.state import numpy_arrays
-from everystep.state.leaves import LeafSource, Sharding, Slot
+from everystep.state.leaves import FragmentPlace, LeafSource, Sharding
 from everystep.state.refusals import unsupported
 
 
@@ -62,8 +62,8 @@ def leaves_of(array: BoxedArray, name: str) -> Iterator[LeafSource]:
             yield LeafSource(name, dtype, array.shape, "numpy", source)
         else:
             sharding = Sharding(array.shape, box=box)
-            slot = Slot(box.start, array.shape, index)
-            yield LeafSource(name, dtype, box.shape, "numpy", source, sharding, slot)
+            fragment = FragmentPlace(box.start, array.shape, index)
+            yield LeafSource(name, dtype, box.shape, "numpy", source, sharding, fragment)
 
 
 def _immutable(source: Memory | Strided) -> Memory | Strided:

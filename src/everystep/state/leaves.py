@@ -35,8 +35,8 @@ class Sharding:
     box: Box | None = None
 
 
-class Slot(msgspec.Struct, frozen=True, gc=False):
-    """Which fragment of a leaf something is: it starts at `start` of an array of shape `whole`.
+class FragmentPlace(msgspec.Struct, frozen=True, gc=False):
+    """Which fragment of a leaf is written: the one that starts at `start` of an array of shape `whole`.
 
     `index` counts the fragments of that leaf in the same shard; `volume` says which shard that is.
     """
@@ -50,9 +50,9 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 class LeafSource(msgspec.Struct, frozen=True, gc=False):
     """An array to store: its name, what it is, and where its bytes come from.
 
-    Shape and source are those of what is here. `sharding` says what it is a part of, if it is; `slot` is set
-    once it is decided which fragment of the leaf is written. Not tracked by the garbage collector: 20,000 of
-    them would make it search the whole heap in every save.
+    Shape and source are those of what is here. `sharding` says what it is a part of, if it is. `fragment` is
+    set once it is decided which fragment of the leaf is written. Not tracked by the garbage collector: 20,000
+    of them would make it search the whole heap in every save.
     """
 
     name: str
@@ -61,7 +61,7 @@ class LeafSource(msgspec.Struct, frozen=True, gc=False):
     framework: Framework
     source: Any  # Source; msgspec does not look inside
     sharding: Any = None  # Sharding | None
-    slot: Slot | None = None
+    fragment: FragmentPlace | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +71,8 @@ class LeafSource(msgspec.Struct, frozen=True, gc=False):
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the whole leaf."""
-        if self.slot is not None:
-            return self.slot.whole
+        if self.fragment is not None:
+            return self.fragment.whole
         sharding: Sharding | None = self.sharding
         return self.shape if sharding is None else sharding.shape
 

@@ -99,7 +99,7 @@ def _write_rank(
         far = {} if place == directory else {"volume": str(place), "host": "elsewhere"}
         files.append(ShardFile(name, shard.nbytes, len(shard.header), digest(shard.header), **far))
         for leaf, offset, chunks in zip(shard.leaves, shard.offsets, job.checksums(), strict=True):
-            start = (0,) * len(leaf.shape) if leaf.slot is None else leaf.slot.start
+            start = (0,) * len(leaf.shape) if leaf.fragment is None else leaf.fragment.start
             fragments.setdefault(leaf.name, []).append(
                 Fragment(start, leaf.shape, volume, offset, leaf.nbytes, chunks)
             )
@@ -123,8 +123,12 @@ def _cut(
         here = LeafSource(leaf.name, leaf.dtype, array.shape, leaf.framework, _memory(array))
         (cut,) = sources([item], plan.leaves, [here], volume)
         index = counts[leaf.name] = counts.get(leaf.name, -1) + 1
-        slot = type(cut.slot)(cut.slot.start, leaf.shape, index, volume) if cut.slot is not None else None
-        found.append(LeafSource(leaf.name, leaf.dtype, cut.shape, leaf.framework, cut.source, None, slot))
+        fragment = (
+            type(cut.fragment)(cut.fragment.start, leaf.shape, index, volume)
+            if cut.fragment is not None
+            else None
+        )
+        found.append(LeafSource(leaf.name, leaf.dtype, cut.shape, leaf.framework, cut.source, None, fragment))
     return found
 
 

@@ -7,7 +7,7 @@ memory is made by splitting index arrays with numpy, as torch splits tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from everystep.format.geometry import Box
 from everystep.format.records import Fragment, Leaf, Part, ShardFile
-from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split, pieces_of
+from everystep.plan.placement import LeafLayout, LocalBox, Mesh, MeshPlacement, Split, pieces_of
 from everystep.plan.ranks import WritePlan
 from everystep.plan.replica_groups import Owned
-from everystep.plan.resharding import ReadPlan, StoredIndex, Wanted, plan_reads, wants_of
+from everystep.plan.resharding import ReadPlan, StoredIndex, Wanted, plan_reads
 from everystep.plan.topology import Topology
 from everystep.plan.volumes import stripe
 
@@ -137,6 +137,13 @@ def taken(memory: Mapping[tuple[str, int], Array], leaves: Sequence[LeafLayout],
     return array[inside(item.piece.local)]
 
 
+def wants_of(leaves: Iterable[LeafLayout], rank: int) -> Iterator[Wanted]:
+    """Everything a rank holds in a layout, as something to be read."""
+    for leaf in leaves:
+        for _, piece in pieces_of(leaf, rank):
+            yield Wanted(leaf.name, piece)
+
+
 def load(
     disk: Disk,
     leaves: Sequence[LeafLayout],
@@ -181,7 +188,7 @@ def copy_out(
     start: int,
     box: Box,
     offset: int,
-    target: Piece,
+    target: LocalBox,
     leaf: LeafLayout,
     filled: Mapping[tuple[str, int], Array],
     number: int,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from everystep.format.checksums import DEFAULT_CHUNK_NBYTES
+from everystep.engine import CHUNK_NBYTES
 from everystep.format.dtypes import itemsize
 from everystep.inspect.element_values import Array, values
 from everystep.inspect.view.budget import Budget
@@ -131,7 +131,7 @@ def stretches(nbytes: int, size: int, index: int) -> tuple[Span, ...]:
 
 def _cost(spans: Sequence[Span]) -> int:
     """Bytes of files that are read: checksums are those of whole chunks."""
-    chunk = DEFAULT_CHUNK_NBYTES
+    chunk = CHUNK_NBYTES
     if spans[0].whole:
         return spans[0].nbytes
     return sum((-(-span.stop // chunk) - span.start // chunk) * chunk for span in spans)

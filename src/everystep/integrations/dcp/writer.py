@@ -39,7 +39,7 @@ from everystep.format.records import PartRef
 from everystep.integrations.dcp.dcp_save import Underway
 from everystep.integrations.dcp.ignored_arguments import ignore_tuning
 from everystep.integrations.dcp.paths import path_of, valid_path
-from everystep.state import LeafSource, Node, Slot
+from everystep.state import FragmentPlace, LeafSource, Node
 from everystep.state.leaf_table import require_readable
 from everystep.state.torch_arrays import describer, wrapper_refusal
 from everystep.store.api import check_target
@@ -365,9 +365,9 @@ def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> tuple[L
         raise UnsupportedState(
             f"{name}: the planner announced a part of shape {list(chunk.sizes)} but gave {list(shape)}"
         )
-    slot = Slot(tuple(chunk.offsets), tuple(item.tensor_data.size), index)
-    piece = Piece(dtype, slot.whole, Box(slot.start, shape))
-    return LeafSource(name, dtype, shape, "torch", source, None, slot), piece
+    fragment = FragmentPlace(tuple(chunk.offsets), tuple(item.tensor_data.size), index)
+    piece = Piece(dtype, fragment.whole, Box(fragment.start, shape))
+    return LeafSource(name, dtype, shape, "torch", source, None, fragment), piece
 
 
 def _require(directory: OpenDirectory, ref: PartRef) -> None:

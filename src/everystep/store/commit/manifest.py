@@ -46,11 +46,11 @@ def leaf_records(
     """The records of leaves that lie at these offsets of one shard, whole or in several boxes."""
     boxed: dict[str, tuple[LeafSource, list[Fragment]]] = {}
     for leaf, offset, chunks in zip(leaves, offsets, checksums, strict=True):
-        if leaf.slot is None:
+        if leaf.fragment is None:
             fragment = Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.source.nbytes, chunks)
             yield Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, (fragment,))
         else:
-            fragment = Fragment(leaf.slot.start, leaf.shape, 0, offset, leaf.source.nbytes, chunks)
+            fragment = Fragment(leaf.fragment.start, leaf.shape, 0, offset, leaf.source.nbytes, chunks)
             boxed.setdefault(leaf.name, (leaf, []))[1].append(fragment)
     for name, (leaf, fragments) in boxed.items():
         yield Leaf(name, leaf.dtype, leaf.whole_shape, leaf.framework, tuple(fragments))

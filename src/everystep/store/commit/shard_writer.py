@@ -119,7 +119,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
                 )
             )
             for leaf, offset, chunks in zip(plan.leaves, plan.offsets, job.checksums(), strict=True):
-                start = (0,) * len(leaf.shape) if leaf.slot is None else leaf.slot.start
+                start = (0,) * len(leaf.shape) if leaf.fragment is None else leaf.fragment.start
                 fragment = Fragment(start, leaf.shape, number, offset, leaf.nbytes, chunks)
                 leaves.setdefault(leaf.name, (leaf, []))[1].append(fragment)
         described = [
@@ -169,4 +169,4 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
 
 def _volume(leaf: LeafSource) -> int:
-    return 0 if leaf.slot is None else leaf.slot.volume
+    return 0 if leaf.fragment is None else leaf.fragment.volume

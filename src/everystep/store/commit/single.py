@@ -167,7 +167,7 @@ def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
     """A single process can store only arrays that it holds completely, in one array or in several boxes."""
     boxes: dict[str, list[LeafSource]] = {}
     for leaf in leaves:
-        if leaf.slot is not None:
+        if leaf.fragment is not None:
             boxes.setdefault(leaf.name, []).append(leaf)
         elif leaf.sharding is not None and leaf.sharding.shape != leaf.shape:
             raise _part(leaf, list(leaf.shape))

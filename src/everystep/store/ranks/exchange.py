@@ -97,10 +97,10 @@ def _messages(rank: int, groups: Sequence[Group], place_of: Callable[[int], Loca
     channels: dict[tuple[int, int], list[tuple[LocalArray, Box, int]]] = {}
     for group in groups:
         others = [other for other in group.ranks if other != rank]
-        for stretch in group.stretches:
-            mine = stretch.reader == rank
-            ends = [(rank, other) for other in others] if mine else [(stretch.reader, rank)]
-            pieces = [(place_of(item.leaf), item.piece.local, item.nbytes) for item in stretch.pieces]
+        for share in group.shares:
+            mine = share.reader == rank
+            ends = [(rank, other) for other in others] if mine else [(share.reader, rank)]
+            pieces = [(place_of(item.leaf), item.piece.local, item.nbytes) for item in share.pieces]
             for end in ends:
                 channels.setdefault(end, []).extend(pieces)
     return [

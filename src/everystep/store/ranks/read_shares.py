@@ -54,8 +54,8 @@ class Sharing:
     def reads(self) -> Iterator[BoxRequest]:
         """What this rank reads."""
         for group in self.groups:
-            for stretch in group.stretches:
-                for item in stretch.pieces if stretch.reader == self._rank else ():
+            for share in group.shares:
+                for item in share.pieces if share.reader == self._rank else ():
                     common, place = self._commons[item.leaf], self.place(item.leaf)
                     start = tuple(a + b for a, b in zip(item.piece.box.start, common.origin, strict=True))
                     yield BoxRequest(

@@ -23,7 +23,7 @@ from everystep.format.geometry import Box, contiguous_runs, whole
 from everystep.format.records import Fragment, Part
 from everystep.plan import ByteRange
 from everystep.plan.fragments import part_of_destination
-from everystep.plan.placement import Piece
+from everystep.plan.placement import LocalBox
 from everystep.plan.resharding import Copy, ReadPlan, Stored, StoredIndex, Wanted, plan_reads
 from everystep.state import LeafMeta
 from everystep.store.read.requests import BoxRequest
@@ -147,7 +147,7 @@ class _Index:
 
     def plan(self, wanted: Sequence[BoxRequest]) -> ReadPlan:
         pieces = [
-            Wanted(want.leaf, Piece(want.box, whole(want.box.shape), want.box.shape)) for want in wanted
+            Wanted(want.leaf, LocalBox(want.box, whole(want.box.shape), want.box.shape)) for want in wanted
         ]
         try:
             plan = plan_reads(self._stored, pieces)

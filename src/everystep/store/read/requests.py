@@ -11,7 +11,7 @@ from everystep.errors import UnsupportedState
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, whole
 from everystep.plan.fragments import mesh_placement, part_of_destination
-from everystep.plan.placement import LeafLayout, Piece, holding
+from everystep.plan.placement import LeafLayout, LocalBox, holding
 from everystep.state import LeafMeta, Restore, Sharding
 
 
@@ -50,13 +50,13 @@ def boxes_of_targets(restore: Restore) -> list[BoxRequest]:
     return [BoxRequest(leaf, box, where) for leaf, box, where in restore.boxes if box.volume]
 
 
-def _pieces(meta: LeafMeta, sharding: Sharding, local: tuple[int, ...], rank: int) -> Iterator[Piece]:
+def _pieces(meta: LeafMeta, sharding: Sharding, local: tuple[int, ...], rank: int) -> Iterator[LocalBox]:
     """The boxes of a leaf that a rank has in an array of shape `local`, and where in it."""
     if sharding.mesh_shape is None:
         box = sharding.box
         if box is None:
             return
-        within, pieces = box.shape, iter((Piece(box, whole(box.shape), box.shape),))
+        within, pieces = box.shape, iter((LocalBox(box, whole(box.shape), box.shape),))
     else:
         placement = mesh_placement(sharding)
         coordinate = placement.mesh.coordinate(rank)
