@@ -61,7 +61,7 @@ def test_saving_and_loading_numpy_arrays_imports_no_framework() -> None:
 
 
 LAYERS = ["engine", "format", "state", "plan", "store", "checkpointer"]
-ABOVE = ["integrations.dcp", "inspect", "drill", "cli"]
+ABOVE = ["integrations.dcp", "inspect", "drill", "view", "cli"]
 
 
 @pytest.mark.parametrize("module", [*LAYERS, *ABOVE])

@@ -12,7 +12,7 @@ import pytest
 import everystep
 from everystep import errors
 
-MODULES = {"errors", "inspect", "universal"}
+MODULES = {"errors", "inspect", "universal", "view"}
 CALLS = {"load", "open", "per_rank", "rank_zero", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",

@@ -2,6 +2,7 @@
 from everystep import errors as errors
 from everystep import inspect as inspect
 from everystep import universal as universal
+from everystep import view as view
 from everystep.checkpointer import Checkpointer as Checkpointer
 from everystep.checkpointer import Keep as Keep
 from everystep.checkpointer import PendingSave as PendingSave

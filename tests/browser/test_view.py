@@ -14,9 +14,9 @@ import pytest
 import everystep
 from browser.conftest import Pages
 from browser.looking import await_count, await_text, contrast, milliseconds, overflow, overlaps, texts
-from everystep import inspect
 from everystep.checkpointer.events import Failed, Opened, Phases, Restored, Saved
-from everystep.inspect.view.timeline import MAX_SAVES
+from everystep.view import serve_page, write_page
+from everystep.view.timeline import MAX_SAVES
 from support.processes.command import damage_manifest, step_path
 from support.states.shown_runs import (
     BEGAN,
@@ -70,9 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         volume.mkdir()
         save_by_ranks(step_path(path / "ranks", step), step, world=8, volumes=(volume,))
     for name in ("small", "long", "wide", "ranks", "empty"):
-        inspect.write_page([path / name], path / f"{name}.html", seconds=60)
-    inspect.write_page([hostile], path / "hostile.html")
-    inspect.write_page([path / "small", path / "other"], path / "two.html", verify=True)
+        write_page([path / name], path / f"{name}.html", seconds=60)
+    write_page([hostile], path / "hostile.html")
+    write_page([path / "small", path / "other"], path / "two.html", verify=True)
     return path
 
 
@@ -118,7 +118,7 @@ def test_an_axis_has_more_than_one_tick_on_a_phone(pages: Pages, tmp_path: Path)
     with everystep.Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as ckpt:
         for step in range(2, 92, 4):
             ckpt.save(step, metrics={"loss": 4e-7 / step, "rate": 1 - step / 200})
-    inspect.write_page([run], tmp_path / "page.html")
+    write_page([run], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html", width=390, height=844)
     for chart in range(2):
         found = page.locator("#metrics .chart > svg").nth(chart).locator("text").all_text_contents()
@@ -157,7 +157,7 @@ def test_text_of_a_checkpoint_stays_text(pages: Pages, folder: Path) -> None:
 
 def test_a_script_that_got_into_the_page_would_not_run(pages: Pages, folder: Path) -> None:
     with (
-        inspect.serve_page([folder / "hostile <b>run"]) as server,
+        serve_page([folder / "hostile <b>run"]) as server,
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
         other.settimeout(0.5)
@@ -224,7 +224,7 @@ def failed(step: int, time: float) -> Failed:
 
 def show(pages: Pages, folder: Path, events: list[Any]) -> Any:
     """The page of a run with these events, and no checkpoints."""
-    inspect.write_page([write_log(folder / "run", events)], folder / "page.html")
+    write_page([write_log(folder / "run", events)], folder / "page.html")
     return pages.open(folder / "page.html")
 
 
@@ -279,7 +279,7 @@ def test_a_metric_that_is_nan_is_said(pages: Pages, tmp_path: Path) -> None:
     with everystep.Checkpointer(tmp_path / "run", {"w": np.zeros(3)}, mode="sync") as ckpt:
         for step in range(1, 6):
             ckpt.save(step, metrics={"loss": float("nan") if step > 3 else 1 / step, "rate": 0.1})
-    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    write_page([tmp_path / "run"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     heads = texts(page, "#metrics h3")
     assert heads == ["loss NaN or infinite 2 times, last at step 5", "rate"]
@@ -301,7 +301,7 @@ def test_a_tied_leaf_is_not_counted_twice(pages: Pages, tmp_path: Path) -> None:
         other = np.full(4, 1.5 + step / 2)
         state = {"m": {"embed": shared, "head": shared, "other": other}}
         everystep.save(step_path(tmp_path / "run", step), state, step=step)
-    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    write_page([tmp_path / "run"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     # Four elements went from 1 to 2 and four from 2 to 2.5: the square root of (4 + 1) / (4 + 16).
     assert texts(page, "#changes .row") == [
@@ -316,7 +316,7 @@ def test_names_of_values_are_not_squeezed_by_their_text(pages: Pages, tmp_path: 
     for step in (1, 2):
         state = {"optimizer": {"param_groups": [step + number for number in range(80)]}, "w": np.ones(2)}
         everystep.save(step_path(tmp_path / "run", step), state, step=step)
-    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    write_page([tmp_path / "run"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     page.locator("#changes summary").click()
     name = page.locator("#changes table .foreign", has_text="optimizer.param_groups").first
@@ -469,7 +469,7 @@ def test_a_leaf_with_nan_is_found(pages: Pages, tmp_path: Path) -> None:
     state = layered_state(4)
     state["model"]["h"]["2"]["mlp"]["up"]["weight"][3, 4] = np.nan
     everystep.save(tmp_path / "checkpoint", state)
-    inspect.write_page([tmp_path / "checkpoint"], tmp_path / "page.html")
+    write_page([tmp_path / "checkpoint"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     assert "1 leaf holds NaN or infinite" in page.locator("#leaves .note").first.inner_text()
     page.locator("#leaves").get_by_role("searchbox").fill("nan")
@@ -529,7 +529,7 @@ def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> Non
 
     train(tmp_path / "run", state, range(1, 4))
     thread = threading.Thread(target=training)
-    with inspect.serve_page([tmp_path / "run"]) as server:
+    with serve_page([tmp_path / "run"]) as server:
         page = pages.open(server.url)
         await_text(page, "#status", "no training now")
         thread.start()
@@ -560,7 +560,7 @@ def test_a_leaf_that_is_open_stays_open_while_training_saves(pages: Pages, tmp_p
     run, state = tmp_path / "run", layered_state(3, 16)
     train(run, state, range(1, 4))
     detail = "#leaves .detail"
-    with inspect.serve_page([run]) as server:
+    with serve_page([run]) as server:
         page = pages.open(server.url)
         leaf = page.locator("#leaves .row.leaf").first
         leaf.click()
@@ -586,7 +586,7 @@ def test_histograms_that_there_was_no_time_for_are_asked_for_again(pages: Pages,
         kept = list(found)[: max(len(found) // 2, 1)]
         route.fulfill(json={place: found[place] for place in kept})
 
-    with inspect.serve_page([tmp_path / "run"]) as server:
+    with serve_page([tmp_path / "run"]) as server:
         page = pages.open("about:blank", wait=False)
         page.route("**/samples?*", half)
         page.goto(server.url)
@@ -602,7 +602,7 @@ def test_a_run_that_vanishes_is_said_and_the_others_go_on(pages: Pages, tmp_path
     gone, stays, state = tmp_path / "gone", tmp_path / "stays", layered_state(1)
     for run in (gone, stays):
         train(run, state, range(1, 4))
-    with inspect.serve_page([gone, stays]) as server:
+    with serve_page([gone, stays]) as server:
         page = pages.open(server.url)
         await_text(page, "#status", "no training now")
         gone.rename(tmp_path / "elsewhere")
@@ -624,7 +624,7 @@ def with_metrics(run: Path, points: list[dict[str, float]], keep: everystep.Keep
         for step, metrics in enumerate(points, 1):
             ckpt.save(step, metrics=metrics)
     page = run.with_suffix(".html")
-    inspect.write_page([run], page)
+    write_page([run], page)
     return page
 
 

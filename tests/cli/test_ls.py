@@ -43,6 +43,7 @@ def test_json_holds_every_fact(tmp_path: Path) -> None:
     assert first["created"] <= second["created"]
     del first["created"], first["nbytes"]
     assert first == {
+        "name": "step-000000000001",
         "path": str(step_path(run, 1)),
         "step": 1,
         "leaves": 2,

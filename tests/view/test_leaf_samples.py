@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import everystep
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.contents import contents, samples_of
-from everystep.inspect.view.leaf_changes import ChangedLeaf, leaf_changes
-from everystep.inspect.view.leaf_samples import BINS, LEVELS, SAMPLE_NBYTES, LeafSample, look_at, stretches
+from everystep.view.budget import Budget
+from everystep.view.contents import contents, samples_of
+from everystep.view.leaf_changes import ChangedLeaf, leaf_changes
+from everystep.view.leaf_samples import BINS, LEVELS, SAMPLE_NBYTES, LeafSample, look_at, stretches
 
 
 def sampled(path: Path, name: str, **limits: float) -> LeafSample | None:

@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 
 import everystep
-from everystep import inspect
-from everystep.inspect.html_page import assemble, embedded_json
-from everystep.inspect.view import disks
-from everystep.inspect.view.contents import contents
-from everystep.inspect.view.leaf_changes import leaf_changes
-from everystep.inspect.view.run_reader import RunReader
-from everystep.inspect.view.web_page import open_runs
-from everystep.inspect.view.words import labels
+from everystep.view import PageServer, disks, serve_page, view_runs, write_page
+from everystep.view.contents import contents
+from everystep.view.html_page import assemble, embedded_json
+from everystep.view.leaf_changes import leaf_changes
+from everystep.view.run_reader import RunReader
+from everystep.view.web_page import open_runs
+from everystep.view.words import labels
 from support.processes.command import command, damage_leaf, damage_manifest, step_path
 from support.states.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
@@ -42,7 +41,7 @@ def document(page: Path) -> Any:
 
 
 def test_the_page_is_one_file_that_loads_nothing(run: Path, tmp_path: Path) -> None:
-    done = inspect.write_page([run], tmp_path / "page.html")
+    done = write_page([run], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert done.nbytes == len(text.encode())
     assert "default-src &#x27;none&#x27;" in text
@@ -73,12 +72,12 @@ def test_no_page_is_made_of_what_is_no_run(what: str, tmp_path: Path) -> None:
     assert outcome.code == 1
     assert str(there) in outcome.err
     with pytest.raises(everystep.CheckpointNotFound, match=re.escape(str(there))):
-        inspect.serve_page([there])
+        serve_page([there])
     assert not page.exists()
 
 
 def test_the_page_holds_the_run_its_newest_leaves_and_two_comparisons(run: Path, tmp_path: Path) -> None:
-    inspect.write_page([run], tmp_path / "page.html")
+    write_page([run], tmp_path / "page.html")
     (shown,) = document(tmp_path / "page.html")["runs"]
     assert shown["view"]["timeline"]["saves"]["step"] == [1, 2, 3, 4, 5]
     assert [entry["step"] for entry in shown["view"]["checkpoints"]] == [3, 4, 5]
@@ -102,7 +101,7 @@ def test_names_and_messages_cannot_leave_their_place(tmp_path: Path) -> None:
     everystep.save(step_path(run, 2), {HOSTILE: {HOSTILE: np.ones(4)}}, step=2)
     write_log(run, long_story(1600))
     page = tmp_path / "page.html"
-    inspect.write_page([run], page)
+    write_page([run], page)
     text = page.read_text()
     assert text.count("</script") == 2  # the data's end, and the script's
     assert "<img" not in text
@@ -116,7 +115,7 @@ def test_names_and_messages_cannot_leave_their_place(tmp_path: Path) -> None:
 
 
 def test_the_script_never_makes_markup_of_text() -> None:
-    folder = Path(inspect.__file__).parent / "view" / "page"
+    folder = Path(everystep.view.__file__).parent / "page"
     for script in folder.glob("*.js"):
         for word in (
             "innerHTML",
@@ -149,17 +148,17 @@ def test_runs_are_named_by_what_tells_them_apart() -> None:
 def test_a_directory_above_runs_means_all_of_them_and_a_step_itself(run: Path, tmp_path: Path) -> None:
     train(tmp_path / "above" / "a", layered_state(1), range(1, 3))
     train(tmp_path / "above" / "deep" / "b", layered_state(1), range(1, 2))
-    views = inspect.view_runs([tmp_path / "above", f"{run}@4"])
+    views = view_runs([tmp_path / "above", f"{run}@4"])
     assert [len(view.checkpoints) for view in views] == [2, 1, 1]
     assert views[2].checkpoints[0].step == 4
     with pytest.raises(everystep.CheckpointNotFound, match="@99"):
-        inspect.view_runs([f"{run}@99"])
+        view_runs([f"{run}@99"])
 
 
 def test_checkpoints_of_other_names_come_before_those_of_the_run(tmp_path: Path) -> None:
     train(tmp_path / "run", layered_state(1), range(1, 3))
     everystep.save(tmp_path / "run" / "zz-best", {"w": np.ones(2)}, step=1)
-    (view,) = inspect.view_runs([tmp_path / "run"])
+    (view,) = view_runs([tmp_path / "run"])
     assert [entry.name for entry in view.checkpoints] == ["zz-best", "step-000000000001", "step-000000000002"]
 
 
@@ -169,12 +168,12 @@ def test_too_many_runs_for_a_page_are_refused(tmp_path: Path) -> None:
         run.mkdir()
         (run / "events.jsonl").touch()
     with pytest.raises(ValueError, match="at most 64 runs"):
-        inspect.view_runs(too_many)
+        view_runs(too_many)
     assert command("view", *too_many, "--out", tmp_path / "page.html").code == 2
 
 
 def test_metrics_of_pruned_steps_are_shown(run: Path) -> None:
-    (view,) = inspect.view_runs([run])
+    (view,) = view_runs([run])
     assert len(view.checkpoints) == 3
     assert [metrics["loss"] > 0 for metrics in view.timeline.saves.metrics] == [True] * 5
 
@@ -183,7 +182,7 @@ def test_damage_is_part_of_what_is_shown(run: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", layered_state(1), range(1, 4))
     damage_manifest(step_path(tmp_path / "run", 3))
     damage_leaf(step_path(tmp_path / "run", 2), "model.embed.weight")
-    inspect.write_page([tmp_path / "run"], tmp_path / "page.html", verify=True)
+    write_page([tmp_path / "run"], tmp_path / "page.html", verify=True)
     (shown,) = document(tmp_path / "page.html")["runs"]
     assert [entry["damage"] is None for entry in shown["view"]["checkpoints"]] == [True, True, False]
     assert [bool(check["problems"]) for check in shown["view"]["checks"]] == [False, True, True]
@@ -194,17 +193,17 @@ def test_damage_is_part_of_what_is_shown(run: Path, tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_a_checkpoint_and_a_missing_one(run: Path, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
-    (view,) = inspect.view_runs([tmp_path])
+    (view,) = view_runs([tmp_path])
     assert (view.checkpoints, view.summary, view.timeline.events) == ((), None, 0)
-    (view,) = inspect.view_runs([step_path(run, 5)])
+    (view,) = view_runs([step_path(run, 5)])
     assert [entry.step for entry in view.checkpoints] == [5]
     with pytest.raises(everystep.CheckpointNotFound):
-        inspect.view_runs([tmp_path / "missing"])
+        view_runs([tmp_path / "missing"])
 
 
 def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
     np.savez(tmp_path / "arrays.npz", w=np.ones(5), b=np.zeros(2))
-    inspect.write_page([tmp_path / "arrays.npz"], tmp_path / "page.html", verify=True)
+    write_page([tmp_path / "arrays.npz"], tmp_path / "page.html", verify=True)
     (shown,) = document(tmp_path / "page.html")["runs"]
     assert shown["contents"][0]["leaves"]["name"] == ["w", "b"]
     assert shown["contents"][0]["sampled"] == 2
@@ -213,7 +212,7 @@ def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
 def test_a_file_that_is_no_checkpoint_gets_no_page(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing to show")
     with pytest.raises(everystep.EverystepError, match=r"notes\.txt"):
-        inspect.write_page([tmp_path / "notes.txt"], tmp_path / "page.html")
+        write_page([tmp_path / "notes.txt"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
@@ -223,7 +222,7 @@ def test_ranks_and_volumes_are_told(tmp_path: Path) -> None:
         volume = tmp_path / f"fast-{step}"
         volume.mkdir()
         save_by_ranks(step_path(run, step), step, volumes=(volume,))
-    inspect.write_page([run], tmp_path / "page.html")
+    write_page([run], tmp_path / "page.html")
     (shown,) = document(tmp_path / "page.html")["runs"]
     (content,) = shown["contents"]
     assert (content["world"], content["sampled"]) == (4, 6)
@@ -244,7 +243,7 @@ def test_a_volume_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
     volume.mkdir()
     save_by_ranks(step_path(tmp_path / "run", 1), 1, volumes=(volume,))
     volume.rename(tmp_path / "elsewhere")
-    (view,) = inspect.view_runs([tmp_path / "run"])
+    (view,) = view_runs([tmp_path / "run"])
     assert [disk.missing for disk in view.disks] == [None, "No such file or directory"]
     assert view.checkpoints[0].damage is not None
 
@@ -257,7 +256,7 @@ def test_space_is_counted_for_everything_on_a_file_system(tmp_path: Path) -> Non
     options = everystep.Options(volumes=[str(volume) for volume in volumes])
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync", options=options) as ckpt:
         ckpt.save(1)
-    (view,) = inspect.view_runs([tmp_path / "run"])
+    (view,) = view_runs([tmp_path / "run"])
     # The volumes as they were named, not the directories that a save makes on them.
     assert [disk.path for disk in view.disks] == [str(tmp_path / "run"), *map(str, volumes)]
     # All three are one file system, so each of them has room for as many.
@@ -273,7 +272,7 @@ def test_a_checkpoint_on_volumes_needs_little_space_in_the_run(
     volume = tmp_path / "fast"
     volume.mkdir()
     save_by_ranks(step_path(tmp_path / "run", 1), 1, volumes=(volume,))
-    (view,) = inspect.view_runs([tmp_path / "run"])
+    (view,) = view_runs([tmp_path / "run"])
     in_run = sum(file.stat().st_size for file in step_path(tmp_path / "run", 1).iterdir())
     # As if the volume were a device of its own.
     monkeypatch.setattr(disks, "_device_number", lambda path: hash(path))
@@ -301,7 +300,7 @@ def test_a_log_that_cannot_be_read_is_said_each_time(tmp_path: Path) -> None:
     train(tmp_path / "run", layered_state(1), range(1, 3))
     (tmp_path / "run" / "events.jsonl").unlink()
     (tmp_path / "run" / "events.jsonl").mkdir()
-    inspect.write_page([tmp_path / "run"], tmp_path / "page.html", verify=True)
+    write_page([tmp_path / "run"], tmp_path / "page.html", verify=True)
     (shown,) = document(tmp_path / "page.html")["runs"]
     assert "events.jsonl cannot be read" in " ".join(shown["view"]["problems"])
     assert len(shown["view"]["checkpoints"]) == 2
@@ -311,7 +310,7 @@ def test_lines_of_a_log_that_are_no_events_are_counted(tmp_path: Path) -> None:
     train(tmp_path / "run", layered_state(1), range(1, 4))
     with (tmp_path / "run" / "events.jsonl").open("ab") as log:
         log.write(b'garbage\n{"event":"saved","step":"x"}\n\xff\xfe\n{"event":"saved","ti')
-    (view,) = inspect.view_runs([tmp_path / "run"])
+    (view,) = view_runs([tmp_path / "run"])
     assert view.timeline.saves.step == [1, 2, 3]
     assert view.skipped_lines == 4
 
@@ -327,7 +326,7 @@ def test_a_checkpoint_that_may_not_be_read_is_listed(tmp_path: Path, monkeypatch
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)  # root may read everything, and tests may be root
-    (view,) = inspect.view_runs([tmp_path / "run"])
+    (view,) = view_runs([tmp_path / "run"])
     assert [entry.step for entry in view.checkpoints] == [1, 2]
 
 
@@ -350,14 +349,14 @@ def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
     state = {"w": np.zeros(3)}
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         ckpt.save(1)
-        assert inspect.view_runs([tmp_path / "run"])[0].being_written is True
-    assert inspect.view_runs([tmp_path / "run"])[0].being_written is False
+        assert view_runs([tmp_path / "run"])[0].being_written is True
+    assert view_runs([tmp_path / "run"])[0].being_written is False
 
 
 def test_a_path_that_is_not_text_is_shown_all_the_same(tmp_path: Path) -> None:
     run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
     train(run, layered_state(1), range(1, 3))
-    inspect.write_page([run], tmp_path / "page.html")
+    write_page([run], tmp_path / "page.html")
     assert document(tmp_path / "page.html")["runs"][0]["view"]["name"] == "r\\xff"
 
 
@@ -384,12 +383,12 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def browser(run: Path) -> Iterator[Browser]:
-    with inspect.serve_page([run]) as server:
+    with serve_page([run]) as server:
         yield Browser(server.url)
 
 
 def test_only_this_machine_is_listened_to(run: Path) -> None:
-    with inspect.serve_page([run]) as server:
+    with serve_page([run]) as server:
         assert server._server.socket.getsockname()[0] == "127.0.0.1"
         port = server.port
         kept = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -479,7 +478,7 @@ def test_what_is_not_there_is_said(browser: Browser, rest: str, status: int) -> 
 def test_a_live_page_is_told_only_what_is_new(tmp_path: Path) -> None:
     state = layered_state(1)
     train(tmp_path / "run", state, range(1, 4))
-    with inspect.serve_page([tmp_path / "run"]) as server:
+    with serve_page([tmp_path / "run"]) as server:
         browser = Browser(server.url)
         before = browser.data("runs/0/view")["view"]
         train(tmp_path / "run", state, range(4, 6))
@@ -496,7 +495,7 @@ def test_a_live_page_is_told_only_what_is_new(tmp_path: Path) -> None:
 def test_a_run_that_vanishes_keeps_its_history_and_the_others(run: Path, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     train(gone, layered_state(1), range(1, 4))
-    with inspect.serve_page([gone, run]) as server:
+    with serve_page([gone, run]) as server:
         browser = Browser(server.url)
         before = browser.data("runs/0/view")["view"]
         assert before["problems"] == []
@@ -554,11 +553,11 @@ def test_the_command_writes_a_page(run: Path, tmp_path: Path) -> None:
 def test_the_command_serves_until_it_is_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def look(server: inspect.PageServer) -> None:
+    def look(server: PageServer) -> None:
         seen.append(Browser(server.url).get(urlsplit(server.url).path)[0])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect.PageServer, "wait", look)
+    monkeypatch.setattr(PageServer, "wait", look)
     done = command("view", run, "--json")
     assert (done.code, seen) == (130, [200])
     address = urlsplit(done.document["url"])
@@ -578,7 +577,7 @@ def test_wrong_usage_is_said(run: Path, arguments: list[str], message: str) -> N
 
 
 def test_a_port_in_use_is_said(run: Path) -> None:
-    with inspect.serve_page([run]) as server:
+    with serve_page([run]) as server:
         done = command("view", run, "--port", str(server.port))
     assert (done.code, len(done.err.splitlines())) == (1, 1)
     assert "--port" in done.err

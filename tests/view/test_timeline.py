@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from everystep.checkpointer.events import Event, Failed, Opened, Phases, Restored, Saved
-from everystep.inspect.view.timeline import MAX_HAPPENINGS, timeline
+from everystep.view.timeline import MAX_HAPPENINGS, timeline
 from support.states.shown_runs import long_story
 
 

@@ -10,7 +10,7 @@ import typer
 from everystep.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from everystep.inspect import Entry, Leftover, Listing, RunEntry
+    from everystep.inspect import Leftover, ListedCheckpoint, ListedRun, Listing
 
 _SHOWN = 10
 
@@ -93,7 +93,7 @@ def _print(out: Session, found: Listing) -> None:
         out.say(_leftover(leftover), style="dim")
 
 
-def _title(entry: Entry, found: Listing) -> str:
+def _title(entry: ListedCheckpoint, found: Listing) -> str:
     import os
 
     if found.runs:
@@ -144,7 +144,7 @@ def _print_runs(out: Session, found: Listing) -> None:
     out.say(f"{words.count(len(found.runs), 'run')}, {count}, {words.size(nbytes)}")
 
 
-def _newest(run: RunEntry, now: float) -> tuple[str, ...]:
+def _newest(run: ListedRun, now: float) -> tuple[str, ...]:
     from everystep.cli import words
 
     entry = run.newest
@@ -154,7 +154,7 @@ def _newest(run: RunEntry, now: float) -> tuple[str, ...]:
     return step if entry.named_by_step else words.plain(entry.name), age, words.size(run.nbytes), last
 
 
-def _cells(entry: Entry, now: float) -> tuple[str, ...]:
+def _cells(entry: ListedCheckpoint, now: float) -> tuple[str, ...]:
     from everystep.cli import words
 
     step = "?" if entry.step is None else str(entry.step)

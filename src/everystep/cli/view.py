@@ -58,11 +58,11 @@ def view(
 
 
 def _write(out: Session, runs: list[Path], path: Path, seconds: float, verify: bool) -> None:
-    from everystep import inspect
     from everystep.cli import words
+    from everystep.view import write_page
 
     with _progress(out, verify) as progress:
-        done = inspect.write_page(runs, path, seconds=seconds, verify=verify, progress=progress)
+        done = write_page(runs, path, seconds=seconds, verify=verify, progress=progress)
     if out.as_json:
         out.emit(done)
     else:
@@ -73,11 +73,11 @@ def _write(out: Session, runs: list[Path], path: Path, seconds: float, verify: b
 def _serve(out: Session, runs: list[Path], port: int, verify: bool) -> None:
     import sys
 
-    from everystep import inspect
+    from everystep.view import serve_page
 
     try:
         with _progress(out, verify) as progress:
-            server = inspect.serve_page(runs, port=port, verify=verify, progress=progress)
+            server = serve_page(runs, port=port, verify=verify, progress=progress)
     except OSError as error:
         # Errors of files name their file; that of a port names nothing.
         if error.filename is not None or error.errno not in (errno.EADDRINUSE, errno.EACCES):

@@ -16,18 +16,13 @@
 | `event_summary` | `summarize`: how the saves and restores of a run went |
 | `safetensors_export` | `export`: leaves as one file that other tools read |
 | `pruning` | `prune`: remove the checkpoints that no rule keeps |
-| `view` | `view_runs`, `write_page`, `serve_page`: runs as a web page, and the data behind it |
 | `machine` | `diagnose`: what this machine and a directory's filesystem can do |
-| `html_page` | one self-contained HTML page: script, style and data inside |
 | `element_values` | elements of every type as numbers |
 
 A function that moves many bytes takes ``progress``, which it calls with the bytes done and the bytes in all.
 """
 
 from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
 
 from everystep.inspect.comparison import (
     ContainerChange,
@@ -53,14 +48,11 @@ from everystep.inspect.event_summary import (
 )
 from everystep.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
 from everystep.inspect.pruning import Pruned, Removed, prune
-from everystep.inspect.run_listing import Entry, Leftover, Listing, RunEntry, list_run
+from everystep.inspect.run_listing import Leftover, ListedCheckpoint, ListedRun, Listing, list_run
 from everystep.inspect.safetensors_export import Exported, export
 from everystep.inspect.subtrees import Subtotal
 from everystep.inspect.verification import verify_all
 from everystep.store.stream.progress import Progress
-
-if TYPE_CHECKING:
-    from everystep.inspect.view import PageServer, RunView, WrittenPage, serve_page, view_runs, write_page
 
 __all__ = [
     "Choice",
@@ -70,25 +62,23 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "Distribution",
-    "Entry",
     "EventSummary",
     "Exported",
     "LeafChange",
     "Leftover",
+    "ListedCheckpoint",
+    "ListedRun",
     "Listing",
     "MetricPoint",
     "MetricSummary",
     "Mount",
     "NoEvents",
-    "PageServer",
     "PhaseDistributions",
     "Progress",
     "Pruned",
     "Removed",
     "Restores",
-    "RunEntry",
     "RunEvents",
-    "RunView",
     "Saves",
     "Side",
     "Speed",
@@ -96,25 +86,12 @@ __all__ = [
     "SubtreeChange",
     "Torch",
     "ValueChange",
-    "WrittenPage",
     "compare",
     "describe",
     "diagnose",
     "export",
     "list_run",
     "prune",
-    "serve_page",
     "summarize",
     "verify_all",
-    "view_runs",
-    "write_page",
 ]
-
-_OF_VIEW = frozenset({"PageServer", "RunView", "WrittenPage", "serve_page", "view_runs", "write_page"})
-
-
-def __getattr__(name: str) -> Any:
-    """Pages bring a web server along, so they are imported on first use."""
-    if name not in _OF_VIEW:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("everystep.inspect.view"), name)

@@ -28,9 +28,21 @@ _OF_THE_FILESYSTEM = "lost+found"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One committed checkpoint. `damage`: why it cannot be used, as far as sizes and manifest tell."""
+class ListedCheckpoint:
+    """One committed checkpoint of a listing.
 
+    Attributes:
+        name: The name of its directory.
+        path: Its path.
+        step: Its step; None if that cannot be read.
+        nbytes: Bytes of its files.
+        created: Unix time of the save.
+        leaves: How many leaves it has.
+        metrics: The metrics that were given to the save.
+        damage: Why it cannot be used, as far as sizes and manifest tell.
+    """
+
+    name: str
     path: str
     step: int | None
     nbytes: int
@@ -40,30 +52,40 @@ class Entry:
     damage: str | None = None
 
     @property
-    def name(self) -> str:
-        """Of its directory."""
-        return os.path.basename(self.path)
-
-    @property
     def named_by_step(self) -> bool:
         """Whether it belongs to the run it is in: a Checkpointer finds it, and retention counts it."""
         return is_step_name(self.name)
 
 
 @dataclass(frozen=True, slots=True)
-class RunEntry:
-    """A run below the directory that was listed. `newest` is None while it has no checkpoint."""
+class ListedRun:
+    """A run below the directory that was listed.
+
+    Attributes:
+        path: Its path.
+        checkpoints: How many checkpoints it has.
+        nbytes: Bytes of their files.
+        newest: Its newest checkpoint; None while it has none.
+    """
 
     path: str
     checkpoints: int
     nbytes: int
-    newest: Entry | None
+    newest: ListedCheckpoint | None
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A directory that is no checkpoint: an unfinished save, or what a writer keeps to recycle."""
+    """A directory of a run that is not a checkpoint.
 
+    Attributes:
+        name: The name of the directory.
+        path: Its path.
+        kind: ``"partial"``: a save that did not finish. ``"retired"``: a checkpoint that retention removed.
+        nbytes: Bytes of its files.
+    """
+
+    name: str
     path: str
     kind: str
     nbytes: int
@@ -79,15 +101,15 @@ class Listing:
     """
 
     path: str
-    checkpoints: tuple[Entry, ...]
+    checkpoints: tuple[ListedCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
-    runs: tuple[RunEntry, ...] = ()
+    runs: tuple[ListedRun, ...] = ()
     foreign: bool = False
     others: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
 
     @property
-    def damaged(self) -> tuple[Entry, ...]:
+    def damaged(self) -> tuple[ListedCheckpoint, ...]:
         newest = (run.newest for run in self.runs)
         entries = (*self.checkpoints, *(entry for entry in newest if entry is not None))
         return tuple(entry for entry in entries if entry.damage is not None)
@@ -195,16 +217,16 @@ def is_run(directory: str) -> bool:
         return False
 
 
-def _run_entry(path: str) -> RunEntry:
+def _run_entry(path: str) -> ListedRun:
     inside = checkpoints_inside(path)
     steps = list_steps(path)
     entries = [entry_of(found, None) for found in inside if not is_step_name(os.path.basename(found))]
-    newest: Entry | None
+    newest: ListedCheckpoint | None
     if steps:
         newest = entry_of(os.path.join(path, step_name(steps[-1])), steps[-1])
     else:
         newest = max(entries, key=lambda entry: entry.created or 0.0, default=None)
-    return RunEntry(path, len(inside), sum(map(directory_nbytes, inside)), newest)
+    return ListedRun(path, len(inside), sum(map(directory_nbytes, inside)), newest)
 
 
 def _steps(run: str) -> dict[int, str]:
@@ -230,7 +252,7 @@ def leftovers(run: str) -> tuple[Leftover, ...]:
         match = _LEFTOVER.fullmatch(name)
         if match is not None:
             path = os.path.join(run, name)
-            found.append(Leftover(path, match[1], directory_nbytes(path)))
+            found.append(Leftover(name, path, match[1], directory_nbytes(path)))
     return tuple(found)
 
 
@@ -243,14 +265,15 @@ def directory_nbytes(path: str) -> int:
         return 0
 
 
-def entry_of(path: str, step: int | None) -> Entry:
+def entry_of(path: str, step: int | None) -> ListedCheckpoint:
     """The checkpoint at a path, or what shall be one. `step` is the one that its name says."""
     nbytes = directory_nbytes(path)
     try:
         with open_checkpoint(path) as checkpoint:
             damage = _visible_damage(checkpoint)
             known = _contents(checkpoint)
-            return Entry(
+            return ListedCheckpoint(
+                os.path.basename(path),
                 path,
                 checkpoint.step,
                 nbytes + (known[1] if known else 0),
@@ -260,7 +283,7 @@ def entry_of(path: str, step: int | None) -> Entry:
                 damage,
             )
     except (CorruptCheckpoint, ReadFailed, CheckpointNotFound) as error:
-        return Entry(path, step, nbytes, damage=reason_of(error))
+        return ListedCheckpoint(os.path.basename(path), path, step, nbytes, damage=reason_of(error))
 
 
 def is_gone(path: str) -> bool:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from everystep.format.records import Part
 from everystep.inspect.description import leaf_order
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.disks import volume_of
-from everystep.inspect.view.leaf_samples import LeafSample, sample_leaves
-from everystep.inspect.view.words import shortened, shown_path
 from everystep.store.read.checkpoint import Checkpoint, open_newest
+from everystep.view.budget import Budget
+from everystep.view.disks import volume_of
+from everystep.view.leaf_samples import LeafSample, sample_leaves
+from everystep.view.words import shortened, shown_path
 
 MAX_VALUES = 500
 MAX_RANKS = 512

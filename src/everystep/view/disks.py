@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everystep.inspect.machine import Device, find_device, find_mount, mount_advice
-from everystep.inspect.view.words import shown_path
+from everystep.view.words import shown_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""inspect.view: a run as a web page, and the data behind it.
+"""view: runs as a web page, and the data behind it. What the command ``everystep view`` shows.
+
+    from everystep import view
+
+    view.write_page(["runs/gpt"], "gpt.html")
+    view.view_runs(["runs/gpt"])[0].summary
 
 | module | what it owns |
 |---|---|
@@ -10,9 +15,12 @@
 | `run_reader` | a run, read again and again while a training goes on |
 | `web_page` | the page as one file |
 | `server` | the page on localhost, with a token |
-| `budget`, `words` | how much may be read; text of other programs |
+| `html_page` | one self-contained HTML page: script, style and data inside |
+| `budget` | how much may be read |
+| `words` | text of other programs, as a page may hold it |
 
-The folder ``page`` has the page's style and script: plain CSS and JavaScript, without a build.
+The folder ``page`` has the page's style and script: plain CSS and JavaScript, without a build. Nothing here
+prints or writes to a run.
 """
 
 from __future__ import annotations
@@ -20,16 +28,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.run_reader import RunReader, RunView
-from everystep.inspect.view.server import PageServer
-from everystep.inspect.view.web_page import WrittenPage, open_runs, verify_runs, write_page
 from everystep.store.stream.progress import Progress, no_progress
+from everystep.view.run_reader import RunView
+from everystep.view.server import PageServer
+from everystep.view.web_page import WrittenPage, open_runs, verify_runs, write_page
 
 __all__ = [
-    "Budget",
     "PageServer",
-    "RunReader",
     "RunView",
     "WrittenPage",
     "serve_page",

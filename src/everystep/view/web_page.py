@@ -13,18 +13,18 @@ from pathlib import Path
 from everystep import __version__
 from everystep.engine.atomic_file import replace_file
 from everystep.errors import EverystepError
-from everystep.inspect.html_page import assemble
 from everystep.inspect.run_listing import is_run, runs_below
 from everystep.inspect.verification import verify_all
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.contents import Contents
-from everystep.inspect.view.leaf_changes import ChangedLeaf, Changes
-from everystep.inspect.view.leaf_samples import LeafSample
-from everystep.inspect.view.run_reader import RunReader, RunView
-from everystep.inspect.view.words import labels
 from everystep.paths import local_path
 from everystep.store import is_checkpoint, locate, resolve
 from everystep.store.stream.progress import Progress, no_progress
+from everystep.view.budget import Budget
+from everystep.view.contents import Contents
+from everystep.view.html_page import assemble
+from everystep.view.leaf_changes import ChangedLeaf, Changes
+from everystep.view.leaf_samples import LeafSample
+from everystep.view.run_reader import RunReader, RunView
+from everystep.view.words import labels
 
 MAX_RUNS = 64
 _PAGE = Path(__file__).parent / "page"

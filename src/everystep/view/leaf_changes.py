@@ -16,12 +16,12 @@ from msgspec import Struct, structs
 
 from everystep.inspect.description import exact_bytes, leaf_order, stored_values
 from everystep.inspect.element_values import Array, values
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.leaf_samples import numeric, read_samples, short
-from everystep.inspect.view.words import shown_path, shown_value
 from everystep.state import Node
 from everystep.store import LeafInfo
 from everystep.store.read.checkpoint import Checkpoint, open_newest
+from everystep.view.budget import Budget
+from everystep.view.leaf_samples import numeric, read_samples, short
+from everystep.view.words import shown_path, shown_value
 
 Change = Literal["same", "changed", "alike", "unread", "only_a", "only_b", "kind"]
 """`same`: equal checksums. `changed`: elements differ. `alike`: no element of the sample differs. `unread`:

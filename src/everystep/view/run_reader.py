@@ -11,55 +11,34 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from everystep.checkpointer.events import EVENTS_NAME, OLDER_NAME, Event, read_events
 from everystep.checkpointer.recorded_rules import recorded_rules
 from everystep.errors import CheckpointNotFound, EverystepError
 from everystep.inspect.event_summary import EventSummary, summarize_events
 from everystep.inspect.run_listing import (
-    Entry,
+    Leftover,
+    ListedCheckpoint,
     checkpoints_inside,
     entry_of,
     is_gone,
     leftovers,
     reason_of,
 )
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.contents import Contents, contents, samples_of
-from everystep.inspect.view.disks import Disk, disks, volume_of
-from everystep.inspect.view.leaf_changes import Changes, leaf_changes
-from everystep.inspect.view.leaf_samples import LeafSample
-from everystep.inspect.view.timeline import Timeline, timeline
-from everystep.inspect.view.words import shown_path
 from everystep.store import VerifyReport, is_checkpoint, resolve
 from everystep.store.names import is_step_name
 from everystep.store.read.checkpoint import open_any
+from everystep.view.budget import Budget
+from everystep.view.contents import Contents, contents, samples_of
+from everystep.view.disks import Disk, disks, volume_of
+from everystep.view.leaf_changes import Changes, leaf_changes
+from everystep.view.leaf_samples import LeafSample
+from everystep.view.timeline import Timeline, timeline
+from everystep.view.words import shown_path
 
 MAX_CHECKPOINTS = 2_000
-
-
-@dataclass(frozen=True, slots=True)
-class ShownCheckpoint:
-    """A checkpoint of a run. `name` is that of its directory. `damage` as far as sizes and manifest tell."""
-
-    name: str
-    step: int | None
-    nbytes: int
-    created: float | None
-    leaves: int | None
-    metrics: Mapping[str, float]
-    damage: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ShownLeftover:
-    """A directory that is no checkpoint; see `everystep.inspect.Leftover`."""
-
-    name: str
-    kind: str
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +71,9 @@ class RunView:
     skipped_lines: int
     summary: EventSummary | None
     timeline: Timeline
-    checkpoints: tuple[ShownCheckpoint, ...]
+    checkpoints: tuple[ListedCheckpoint, ...]
     all_checkpoints: int
-    leftovers: tuple[ShownLeftover, ...]
+    leftovers: tuple[Leftover, ...]
     disks: tuple[Disk, ...]
     checks: tuple[Check, ...]
     problems: tuple[str, ...]
@@ -116,7 +95,7 @@ class _Known:
     """A checkpoint as it was found. `volumes`: its bytes on each volume; None: not asked yet."""
 
     signature: object
-    entry: Entry
+    entry: ListedCheckpoint
     volumes: Mapping[str, int] | None = None
 
 
@@ -174,10 +153,7 @@ class RunReader:
             timeline=shown,
             checkpoints=tuple(map(_shown, entries[-MAX_CHECKPOINTS:])),
             all_checkpoints=len(entries),
-            leftovers=tuple(
-                ShownLeftover(_name(item.path), item.kind, item.nbytes)
-                for item in (leftovers(self.path) if is_directory else ())
-            ),
+            leftovers=tuple(map(_shown, leftovers(self.path) if is_directory else ())),
             disks=disks(self.path, own_nbytes, volumes),
             checks=self.checks,
             problems=tuple(problems),
@@ -288,11 +264,19 @@ def _look(path: str, signature: object) -> _Known:
     return _Known(signature, entry)
 
 
-def _foreign_entry(path: str) -> Entry | None:
+def _foreign_entry(path: str) -> ListedCheckpoint | None:
     try:
         with open_any(path) as checkpoint:
             nbytes, created = checkpoint.stored_nbytes, checkpoint.created
-            return Entry(path, checkpoint.step, nbytes, created, len(checkpoint), checkpoint.metrics)
+            return ListedCheckpoint(
+                os.path.basename(path),
+                path,
+                checkpoint.step,
+                nbytes,
+                created,
+                len(checkpoint),
+                checkpoint.metrics,
+            )
     except (EverystepError, OSError):
         return None
 
@@ -313,16 +297,9 @@ def _volumes(known: _Known) -> Mapping[str, int]:
     return known.volumes
 
 
-def _shown(entry: Entry) -> ShownCheckpoint:
-    return ShownCheckpoint(
-        _name(entry.path),
-        entry.step,
-        entry.nbytes,
-        entry.created,
-        entry.leaves,
-        entry.metrics,
-        entry.damage,
-    )
+def _shown(found: ListedCheckpoint | Leftover) -> Any:
+    """The same with text that a page can hold."""
+    return replace(found, name=shown_path(found.name), path=shown_path(found.path))
 
 
 def _name(path: str) -> str:

@@ -16,10 +16,10 @@ from msgspec import Struct
 from everystep.engine import CHUNK_NBYTES
 from everystep.format.dtypes import itemsize
 from everystep.inspect.element_values import Array, values
-from everystep.inspect.view.budget import Budget
 from everystep.store import LeafInfo
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.leaf_windows import Bytes, Span, WindowReader
+from everystep.view.budget import Budget
 
 SAMPLE_NBYTES = 256 << 10
 _STRETCHES = 4

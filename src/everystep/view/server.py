@@ -20,11 +20,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from everystep.errors import CheckpointNotFound, EverystepError
-from everystep.inspect.html_page import embedded_json
-from everystep.inspect.view.budget import Budget
-from everystep.inspect.view.run_reader import RunReader
-from everystep.inspect.view.timeline import MAX_SAVES
-from everystep.inspect.view.web_page import ShownRun, page_text
+from everystep.view.budget import Budget
+from everystep.view.html_page import embedded_json
+from everystep.view.run_reader import RunReader
+from everystep.view.timeline import MAX_SAVES
+from everystep.view.web_page import ShownRun, page_text
 
 HOST = "127.0.0.1"
 _SAMPLE_SECONDS = 2.0
@@ -44,7 +44,7 @@ class PageServer:
     >>> run = tempfile.mkdtemp()
     >>> with everystep.Checkpointer(run, {"epoch": 1}, mode="sync") as ckpt:
     ...     _ = ckpt.save(1)
-    >>> with everystep.inspect.serve_page([run]) as server:
+    >>> with everystep.view.serve_page([run]) as server:
     ...     server.url.startswith("http://127.0.0.1:")
     True
     """
