@@ -318,12 +318,12 @@ def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) ->
     """The whole life of a rank."""
     _redirect(Path(orders.folder, f"{orders.rank}.output"))
     faulthandler.register(_TELL, all_threads=True)
-    faulthandler.dump_traceback_later(orders.dump_after, repeat=True)
     os.environ.update(_variables(orders))
     failed = False
     try:
         if orders.nodes:
             orders.nodes[orders.node].enter()
+        faulthandler.dump_traceback_later(orders.dump_after, repeat=True)  # in a thread: after `enter`
         result: tuple[Any, ...] = (_call(orders, parent, listener), None, "", "")
         data = pickle.dumps(result)
     except BaseException as error:  # SystemExit too: that a target ends its process is an outcome
