@@ -19,6 +19,7 @@ FEW = Budget(names=8, torn=0, single=False)
 def survey_failing(root: Path, scratch: Path, options: everystep.Options) -> Tally:
     """One call of a save fails, each in turn; then, at any time after that, the power goes."""
     total = Tally()
+    survey = Survey(scratch, RunRecovery(), FEW)
     nth = 0
     while True:
         nth += 1
@@ -28,13 +29,14 @@ def survey_failing(root: Path, scratch: Path, options: everystep.Options) -> Tal
         if recording.calls < nth:
             assert nth > 7
             return total  # it had no so many calls: each has failed once
-        total.add(Survey(scratch, RunRecovery(), FEW)(recording))
+        total.add(survey(recording))
 
 
 def survey_killed(root: Path, scratch: Path, options: everystep.Options) -> Tally:
     """A process is killed after each operation, another takes over, and at any time then the power goes."""
     first = sequences.brief(root, options)
     total = Tally()
+    survey = Survey(scratch, RunRecovery(), FEW)
     disk, ledger = Disk(root), Ledger()
     for item in first.items:
         if not isinstance(item, faults.Event):
@@ -44,7 +46,7 @@ def survey_killed(root: Path, scratch: Path, options: everystep.Options) -> Tall
         disk.live_image().write(root)
         second = Recording(root)
         sequences.second_life(second, options)
-        total.add(Survey(scratch, RunRecovery(), FEW)(second, copy.deepcopy(disk), copy.deepcopy(ledger)))
+        total.add(survey(second, copy.deepcopy(disk), copy.deepcopy(ledger)))
     return total
 
 
@@ -61,9 +63,10 @@ def survey_recoveries(root: Path, scratch: Path, options: everystep.Options, sam
             ledger.note(item)
         found += [(image, copy.deepcopy(ledger)) for image in disk.crashes(FEW, rng)]
     total = Tally()
+    survey = Survey(scratch, RunRecovery(), FEW)
     for image, promised in rng.sample(found, sample):
         image.write(root)
         second = Recording(root)
         sequences.second_life(second, options)
-        total.add(Survey(scratch, RunRecovery(), FEW)(second, Disk(root, image), promised))
+        total.add(survey(second, Disk(root, image), promised))
     return total

@@ -77,7 +77,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Survey:
-    """Tries every crash of recordings. `scratch` is where images are written and recovered."""
+    """Tries every crash of recordings, each once. `scratch` is where images are written and recovered."""
 
     scratch: Path
     recovery: Recovery
@@ -85,13 +85,14 @@ class Survey:
     seed: int = 0
     thorough_every: int = 25
     """Every so many states, the recovered run is also written to and read again."""
+    tried: set[tuple[object, ...]] = field(default_factory=set)
+    """States of the disk, each with what was promised then."""
 
     def __call__(self, recording: Recording, disk: Disk | None = None, ledger: Ledger | None = None) -> Tally:
         rng = random.Random(self.seed)
         disk = disk or Disk(recording.root)
         ledger = ledger or Ledger()
         tally = Tally(recording.operations)
-        tried: set[tuple[object, ...]] = set()
         for position, item in enumerate(recording.items):
             if isinstance(item, Event):
                 disk.replay(item)
@@ -102,17 +103,16 @@ class Survey:
             promised = ledger.key()
             for image in disk.crashes(self.budget, rng):
                 digest = image.digest()
-                if (digest, promised) in tried:
+                if (digest, promised) in self.tried:
                     continue
-                tried.add((digest, promised))
+                self.tried.add((digest, promised))
                 tally.images.add(digest)
                 tally.seen.add(self._view(image))
                 tally.recoveries += 1
                 image.write(self.scratch)
                 try:
-                    self.recovery.check(
-                        self.scratch, ledger, thorough=tally.recoveries % self.thorough_every == 0
-                    )
+                    thorough = len(self.tried) % self.thorough_every == 0
+                    self.recovery.check(self.scratch, ledger, thorough=thorough)
                 except AssertionError as error:
                     # Not only where it went wrong, but what the disk held then.
                     told = f"{error}\n after item {position} of the recording: {item!r:.300}\n with {image}"
