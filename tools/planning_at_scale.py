@@ -423,6 +423,7 @@ def _reshard(root: bytearray, layout: Layout, count: int, world: int, rank: int)
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="How planning grows with the number of ranks. No I/O.")
     parser.add_argument("--ranks", metavar="N,N,...", help="sizes of the simulated worlds")
+    parser.add_argument("--leaves", type=int, help=f"of the model and its optimizer; default: {LEAVES}")
     parser.add_argument("--rounds", type=int, help="ranks of each world that are measured")
     parser.add_argument("--quick", action="store_true", help="small worlds and few rounds")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a commit takes too long")
@@ -431,6 +432,7 @@ def main(arguments: Sequence[str]) -> int:
     suite = ScaleSuite(worlds=(256, 1024), rounds=3) if options.quick else ScaleSuite()
     if options.ranks:
         suite.worlds = tuple(sorted({int(word) for word in options.ranks.split(",")}))
+    suite.leaves = options.leaves or suite.leaves
     suite.rounds = options.rounds or suite.rounds
     with tempfile.TemporaryDirectory() as folder:
         found = runner.run(suite, Path(folder), Console(stderr=True), check=options.check)

@@ -36,16 +36,26 @@ def test_a_killed_and_resumed_training_equals_an_undisturbed_one(tmp_path: Path)
     assert "step-000000000004.partial   not a checkpoint" in done.stdout
     assert "Resumed after step 3" in done.stdout
     assert "Equal, bit for bit" in done.stdout
-    # Runs of an earlier demo would be resumed, and done before they could be killed.
+
+
+def test_a_demo_over_an_earlier_one_fails(tmp_path: Path) -> None:
+    """Its runs would be resumed, and done before they could be killed."""
+    (tmp_path / "undisturbed").mkdir()
     again = run("--dir", tmp_path)
     assert again.returncode == 1
     assert "remove it, or name another directory" in again.stderr
 
 
-def test_a_training_that_is_not_killed_in_the_save_fails_the_demo(tmp_path: Path) -> None:
-    done = run("--dir", tmp_path, "--steps", "2", "--kill-at", "99")
-    assert done.returncode == 1
-    assert "should have been killed" in done.stderr
+@pytest.mark.parametrize(("code", "last"), [(0, 2), (-9, 2), (0, 3)])
+def test_a_training_that_is_not_killed_in_the_save_fails_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, last: int
+) -> None:
+    demo = module("__main__")
+    monkeypatch.setattr(demo, "train", lambda *given: demo.Training(code, losses={last: 0.5}))
+    monkeypatch.setattr(sys, "argv", ["demo", "--dir", str(tmp_path), "--steps", "6", "--kill-at", "4"])
+    assert demo.main() == 1
+    said = f"killed in the save of step 4, but ended with exit code {code} after step {last}"
+    assert said in capsys.readouterr().err
 
 
 def test_every_trace_of_the_interruption_is_named(tmp_path: Path) -> None:

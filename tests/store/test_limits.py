@@ -13,21 +13,25 @@ from everystep.engine import choose_backend
 from support.processes.memory_use import MEASURE, in_own_process, needs_peak
 
 MIB = 1 << 20
+SLACK = 36
+"""MiB: what the allocators of Python and numpy keep for themselves."""
 
 
 @needs_peak
 @pytest.mark.parametrize("backend", [None, "buffered"])
 def test_a_save_takes_little_memory_whatever_the_size(tmp_path: Path, backend: str | None) -> None:
-    """512 MiB, half of it transposed, so that it cannot go from its own memory to the device."""
+    """128 MiB, half of it transposed, so that it cannot go from its own memory to the device."""
     script = (
         MEASURE
         + """
-    side = 1 << 13
+    side = 1 << 12
     state = {
         "plain": np.full((side, side), 1.5, np.float32),
         "transposed": np.arange(side * side, dtype=np.float32).reshape(side, side).T,
     }
-    options = everystep.Options(backend=None if sys.argv[2] == "None" else sys.argv[2])
+    options = everystep.Options(
+        backend=None if sys.argv[2] == "None" else sys.argv[2], memory_nbytes=32 << 20
+    )
     everystep.save(sys.argv[1] + "/small", {"w": np.zeros(3)})  # first-time costs are not the save's
     print("save", growth(lambda: everystep.save(sys.argv[1] + "/c", state, options=options)))
     target = {name: np.empty_like(array) for name, array in state.items()}
@@ -38,8 +42,8 @@ def test_a_save_takes_little_memory_whatever_the_size(tmp_path: Path, backend: s
     """
     )
     found = dict(line.split() for line in in_own_process(script, tmp_path, backend).splitlines())
-    assert float(found["save"]) <= 256
-    assert float(found["load"]) <= 256
+    assert float(found["save"]) <= 32 + SLACK
+    assert float(found["load"]) <= 32 + SLACK
 
 
 def test_twenty_thousand_leaves(tmp_path: Path, options: everystep.Options) -> None:

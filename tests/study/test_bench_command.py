@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from everystep_study import cache, results, runner
 from everystep_study.commands.bench import parse_size
 from everystep_study.results import from_json
-from everystep_study.suite import Suite
+from everystep_study.suite import Group, Suite
 from everystep_study.suites.ranks import RanksSuite
 from everystep_study.suites.save_load import SaveLoadSuite
 from everystep_study.suites.training import TrainingSuite
@@ -85,6 +86,13 @@ def test_a_small_benchmark_from_end_to_end(tmp_path: Path, monkeypatch: pytest.M
     # Other tests look at what is in the page cache, and write to the same disk.
     monkeypatch.setattr(cache, "_drop_everything", lambda: False)
     monkeypatch.setattr(os, "sync", lambda: None)
+    real = SaveLoadSuite.groups
+
+    def few_rounds(suite: SaveLoadSuite, folder: Path) -> Iterator[Group]:
+        suite.small_rounds, suite.import_rounds = 3, 1
+        return real(suite, folder)
+
+    monkeypatch.setattr(SaveLoadSuite, "groups", few_rounds)
     room = tmp_path / "room"
     room.mkdir()
     picture = tmp_path / "x.svg"
@@ -122,7 +130,7 @@ def test_a_picture_without_matplotlib_says_what_to_install_before_anything_is_me
 
 
 def test_too_little_room_is_said_in_one_line(tmp_path: Path) -> None:
-    outcome = command("bench", tmp_path, "--size", "900T")
+    outcome = command("bench", tmp_path, "--size", "900T", "--shape", "few-large")
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert "smaller --size" in outcome.err

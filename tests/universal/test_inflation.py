@@ -17,6 +17,7 @@ import torch
 import everystep
 from everystep import inspect, universal
 from everystep.errors import CorruptCheckpoint, DecompressionBomb
+from everystep.universal import inflation
 from everystep.universal.inflation import ALWAYS_NBYTES
 from support.processes.command import command
 
@@ -26,14 +27,14 @@ COUNT = 5
 ANY = everystep.Options(max_inflation=math.inf)
 
 
-def npz(path: Path) -> None:
-    np.savez_compressed(path, **{f"w{number}": np.zeros(NBYTES, np.uint8) for number in range(COUNT)})
+def npz(path: Path, nbytes: int = NBYTES) -> None:
+    np.savez_compressed(path, **{f"w{number}": np.zeros(nbytes, np.uint8) for number in range(COUNT)})
 
 
-def hdf5(path: Path) -> None:
+def hdf5(path: Path, nbytes: int = NBYTES) -> None:
     with h5py.File(path, "w") as file:
         for number in range(COUNT):
-            zeros = np.zeros(NBYTES, np.uint8)
+            zeros = np.zeros(nbytes, np.uint8)
             file.create_dataset(f"w{number}", data=zeros, chunks=(1 << 20,), compression="gzip")
 
 
@@ -69,6 +70,13 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, write in BOMBS.items():
         write(folder / name)
     return folder
+
+
+@pytest.fixture
+def low(monkeypatch: pytest.MonkeyPatch) -> int:
+    """What is never refused, for tests that inflate or write all of a bomb: the rule is the same."""
+    monkeypatch.setattr(inflation, "ALWAYS_NBYTES", 1 << 20)
+    return inflation.ALWAYS_NBYTES
 
 
 CALLS: dict[str, Callable[[Path, Path], object]] = {
@@ -107,16 +115,19 @@ def test_it_is_read_if_it_is_allowed(bombs: Path, name: str) -> None:
         inspect.describe(bombs / name, options=everystep.Options(max_inflation=exactly - 1))
 
 
-def test_the_option_reaches_conversion_and_verification(bombs: Path, tmp_path: Path) -> None:
-    assert everystep.verify(bombs / "a.npz", options=ANY).intact
-    assert universal.convert(bombs / "a.npz", tmp_path / "x", select="w1", options=ANY).leaves == 1
+def test_the_option_reaches_conversion_and_verification(tmp_path: Path, low: int) -> None:
+    npz(tmp_path / "a.npz", low)
+    with pytest.raises(DecompressionBomb):
+        everystep.verify(tmp_path / "a.npz")
+    assert everystep.verify(tmp_path / "a.npz", options=ANY).intact
+    assert universal.convert(tmp_path / "a.npz", tmp_path / "x", select="w1", options=ANY).leaves == 1
 
 
-def test_a_bomb_that_is_no_array_is_not_inflated_to_check_its_crc(tmp_path: Path) -> None:
+def test_a_bomb_that_is_no_array_is_not_inflated_to_check_its_crc(tmp_path: Path, low: int) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.zeros(3)}, path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/extra/0", bytes(ALWAYS_NBYTES + 1))
+        archive.writestr("archive/extra/0", bytes(low + 1))
     with pytest.raises(DecompressionBomb):
         everystep.verify(path)
     assert everystep.verify(path, options=ANY).intact
@@ -133,9 +144,12 @@ def test_the_header_of_an_array_is_not_inflated_beyond_what_any_takes(tmp_path: 
         everystep.load(tmp_path / "a.npz")
 
 
-def test_arrays_of_zeros_up_to_the_limit_are_no_bomb(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(ALWAYS_NBYTES - 4096, np.uint8))
+def test_arrays_of_zeros_up_to_the_limit_are_no_bomb(tmp_path: Path, low: int) -> None:
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(low - 4096, np.uint8))
     assert everystep.verify(tmp_path / "a.npz").intact
+    np.savez_compressed(tmp_path / "b.npz", w=np.zeros(low + 1, np.uint8))
+    with pytest.raises(DecompressionBomb):
+        everystep.verify(tmp_path / "b.npz")
 
 
 @pytest.mark.parametrize("given", [0, 0.5, -1, math.nan, None, True, "100"])
@@ -146,11 +160,12 @@ def test_what_is_no_ratio_is_an_error(given: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [("show",), ("verify",), ("export", "x.safetensors"), ("convert", "x")])
 def test_the_command_refuses_it_and_has_the_option(
-    bombs: Path, tmp_path: Path, arguments: tuple[str, ...]
+    tmp_path: Path, low: int, arguments: tuple[str, ...]
 ) -> None:
+    hdf5(tmp_path / "a.h5", low)
     verb, *rest = arguments
     outputs = [str(tmp_path / name) for name in rest]
-    found = command(verb, str(bombs / "a.h5"), *outputs)
+    found = command(verb, str(tmp_path / "a.h5"), *outputs)
     assert found.code == 1
     assert "--max-inflation" in found.err
-    assert command(verb, str(bombs / "a.h5"), *outputs, "--max-inflation", "inf").code == 0
+    assert command(verb, str(tmp_path / "a.h5"), *outputs, "--max-inflation", "inf").code == 0
