@@ -20,13 +20,14 @@ def test_pieces_and_padding_together_are_everything(
     folder: Path, spans: list[tuple[int, int]], after: int
 ) -> None:
     content = random_bytes(START + sum(gap + nbytes for gap, nbytes in spans) + after, seed=1)
-    offsets, gaps = [], []
+    offsets, gaps, edges = [], [], set()
     at = START
     for gap, nbytes in [*spans, (after, 0)]:
         content[at : at + gap] = 0
         gaps += range(at, at + gap)
         offsets.append(at + gap)
         at += gap + nbytes
+        edges |= {offsets[-1] - gap, offsets[-1] - 1, offsets[-1], at - 1}
     sizes = [nbytes for _, nbytes in spans]
     stored = [content[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=False)]
     read = [np.zeros_like(array) for array in stored]
@@ -42,7 +43,7 @@ def test_pieces_and_padding_together_are_everything(
     content.tofile(path)
     assert engine.read(path, padded, tuning=READING) == []
     assert all((found == array).all() for found, array in zip(read, stored, strict=True))
-    for place in range(START, at):
+    for place in edges & set(range(START, at)):
         content[place] ^= 1
         content.tofile(path)
         (damage,) = engine.read(path, padded, tuning=READING)
