@@ -147,13 +147,13 @@ def advance(job: Job, done: int) -> Callable[[int], None]:
     return lambda nbytes: job.progress(min(done + nbytes, total), total)
 
 
-def progress_of(job: Job) -> Callable[[int], None]:
-    """Progress, told in bytes that were written since the last call."""
-    done, total = 0, job.nbytes
+def progress_of(job: Job, total: int | None = None) -> Callable[[int], None]:
+    """Progress for a writer that tells how many bytes it has written since the last call."""
+    done, everything = 0, job.nbytes if total is None else total
 
     def more(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        job.progress(min(done, total), total)
+        job.progress(min(done, everything), everything)
 
     return more

@@ -33,7 +33,8 @@ from everystep.universal.dcp.record import Entries, entries_of
 from everystep.universal.dcp.values import Pickler
 from everystep.universal.items import Item, Job, OutputFile, progress_of
 from everystep.universal.readback import compare_arrays
-from everystep.universal.torch_file.archive_writer import StorageBytes, pickled, storage_key, write_archive
+from everystep.universal.torch_file.pickle_writer import PendingTensor, pickled
+from everystep.universal.torch_file.zip_format import TorchArchive, write_archive
 
 _SHOWN = 5
 _PIECE_NBYTES = 64 << 20
@@ -241,17 +242,14 @@ class _Writer:
 
     def _write_piece(self, file: BinaryIO, name: str, piece: _Piece, stream: LeafStream) -> None:
         item = self._job.items[piece.number]
-        torch = load_torch()
-        tensor = torch.empty(piece.box.shape, dtype=torch_dtype(item.dtype), device="meta")
+        torch_dtype(item.dtype)  # fails for a type that torch lacks
+        data, _ = pickled(PendingTensor(item.dtype, piece.box.shape))
+        archive = TorchArchive(data, [piece.nbytes])
         offset = file.tell()
-        nbytes = write_archive(
-            file,
-            pickled(tensor, {storage_key(tensor): 0}),
-            [StorageBytes(piece.nbytes, functools.partial(_fill, stream, piece))],
-            self._advance,
-        )
+        write_archive(file, archive, [functools.partial(_fill, stream, piece)])
+        self._advance(piece.nbytes)
         self._boxes.setdefault(item.name, []).append(piece.box)
-        self._places[item.name, piece.box.start] = _Place(name, offset, nbytes)
+        self._places[item.name, piece.box.start] = _Place(name, offset, archive.nbytes)
 
     def _write_values(self, file: BinaryIO, name: str, stream: LeafStream) -> None:
         for entry, data in _values(self._job, self._entries):

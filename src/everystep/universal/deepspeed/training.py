@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everystep.errors import UnsupportedState
-from everystep.state import Node, unflatten
-from everystep.state.node import LEAF, TENSOR, blob_names, localized, tensor_body
 from everystep.store.stream.element_casts import FLOATS
 from everystep.universal.deepspeed.names import COUNTERS, FP32, OWN_KEYS, SCHEDULER, STEP
 from everystep.universal.items import Job
-from everystep.universal.torch_file.directories import leaf_tensor
+from everystep.universal.torch_file.directories import pending_state
 from everystep.universal.torch_file.pickle_writer import PendingTensor
 
 
@@ -50,12 +48,7 @@ class Training:
 
 def training_of(job: Job) -> Training:
     """The parts of a conversion's state. `UnsupportedState` if DeepSpeed's layout has no place for one."""
-    tensors = {item.name: leaf_tensor(job.checkpoint, item.stored, item.dtype) for item in job.items}
-    tensors |= {name: tensors[of] for name, of in job.tied.items()}
-    tree = _plain_tensors(localized(job.tree, job.local))
-    blobs = list(blob_names(tree))
-    arrays = {**tensors, **(job.checkpoint.read(blobs) if blobs else {})}
-    state = unflatten(tree, arrays, where=job.checkpoint.path)
+    state, tensors = pending_state(job)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UnsupportedState(
             "DeepSpeed's universal layout needs the weights of a model, as leaves model.<name>"
@@ -79,17 +72,6 @@ def training_of(job: Job) -> Training:
     training.client = rest
     training.places = _places(job, training, tensors)
     return training
-
-
-def _plain_tensors(node: Node) -> Node:
-    """The tree without what it says of parameters: whether they need gradients."""
-    if isinstance(node, list):
-        return [_plain_tensors(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if len(node) == 1 and TENSOR in node:
-        return {LEAF: tensor_body(node[TENSOR])[0]}
-    return {key: _plain_tensors(value) for key, value in node.items()}
 
 
 def _flat(model: Mapping[Any, Any], place: str = "") -> dict[str, Any]:

@@ -51,7 +51,7 @@ from everystep.universal.deepspeed.names import (
     model_file,
 )
 from everystep.universal.deepspeed.training import training_of
-from everystep.universal.items import Job, OutputFile
+from everystep.universal.items import Job, OutputFile, progress_of
 from everystep.universal.presets import deepspeed_rules
 from everystep.universal.readback import compare_with
 from everystep.universal.rules import Rule, replicated, rule
@@ -61,7 +61,6 @@ from everystep.universal.torch_file.directories import (
     TorchFile,
     leaf_tensor,
     write_files,
-    zeros_tensor,
 )
 from everystep.universal.torch_file.pickle_writer import Instance, PendingTensor, Size
 
@@ -80,15 +79,7 @@ def plan(job: Job) -> list[OutputFile]:
 def write(job: Job) -> None:
     files = _Layout(job).files()
     with output_directory(job.path) as directory:
-        total = sum(file.data_nbytes for file in files)
-        done = 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            job.progress(done, total)
-
-        write_files(job.checkpoint, directory, files, advance)
+        write_files(job.checkpoint, directory, files, progress_of(job, sum(f.data_nbytes for f in files)))
         with fs.write_file(os.path.join(directory, LATEST_UNIVERSAL), _HERE) as file:
             fs.sync([file])
         if job.verify:
@@ -199,7 +190,7 @@ class _Layout:
         found = {FP32: leaf_tensor(checkpoint, master.origin.stored, "F32")}
         for key in training.state_keys:
             state = training.states[name].get(key)
-            found[key] = state if state is not None else zeros_tensor("F32", master.shape)
+            found[key] = state if state is not None else PendingTensor("F32", master.shape)
         files = []
         for key, tensor in found.items():
             content: object = {PARAM: tensor, **fields}
@@ -303,7 +294,7 @@ class _Layout:
         """What each rank has of an entry. Where the FP32 weight is all there is, nothing, as in ZeRO-3."""
         training = self._training
         if name in training.trained and training.masters[name] is tensor and name in training.own_masters:
-            return [zeros_tensor(tensor.dtype, (0,))] * self._tp
+            return [PendingTensor(tensor.dtype, (0,))] * self._tp
         origin: LeafBytes = tensor.origin
         return [
             tensor if local is None and self._tp == 1 else self._local(tensor, origin, local)
@@ -312,7 +303,7 @@ class _Layout:
 
     def _local(self, tensor: PendingTensor, origin: LeafBytes, local: LocalPlan | None) -> PendingTensor:
         if local is None:
-            return zeros_tensor(tensor.dtype, (0,))
+            return PendingTensor(tensor.dtype, (0,))
         return leaf_tensor(self._checkpoint, origin.stored, tensor.dtype, local)
 
     def _emptied(self, module: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -321,7 +312,7 @@ class _Layout:
         return OrderedDict(
             (
                 name,
-                zeros_tensor(value.dtype, (0,))
+                PendingTensor(value.dtype, (0,))
                 if isinstance(value, PendingTensor) and shared.get(name, name) in trained
                 else value,
             )

@@ -14,6 +14,7 @@ from everystep.universal.megatron.optimizer import NAMES
 from everystep.universal.rules import Flat, Replicated, Rule, Unique
 from everystep.universal.spec import Spec
 from everystep.universal.split import LocalPlan, split, stage_layers
+from everystep.universal.torch_file.directories import LeafBytes
 from everystep.universal.torch_file.pickle_writer import Instance, PendingTensor
 
 OPTIMIZER = "optimizer."
@@ -276,7 +277,7 @@ def state_name(name: str, parameters: Collection[str]) -> str:
 
 
 def _pending(item: Item, plan: LocalPlan) -> PendingTensor:
-    return PendingTensor(item.dtype, plan.shape, (item, plan))
+    return PendingTensor(item.dtype, plan.shape, LeafBytes(item.stored, plan))
 
 
 def _local_name(name: str, first: int) -> str:

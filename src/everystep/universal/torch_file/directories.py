@@ -12,11 +12,12 @@ is.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,16 @@ from everystep.engine import Memory, fs
 from everystep.engine.fs import PendingFile
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, whole
+from everystep.state import Node, unflatten
+from everystep.state.node import LEAF, TENSOR, blob_names, localized, tensor_body
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.requests import BoxRequest
 from everystep.store.stream.element_casts import cast
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
+from everystep.store.stream.leaf_windows import WINDOW_NBYTES
+from everystep.universal.items import Job
 from everystep.universal.split import LocalPlan
-from everystep.universal.torch_file.pickle_writer import PendingTensor, pickled
+from everystep.universal.torch_file.pickle_writer import FlaggedTensor, PendingTensor, pickled
 from everystep.universal.torch_file.zip_format import Fill, TorchArchive, assemble, stream
 
 _BATCH_NBYTES = 16 << 20
@@ -61,16 +66,43 @@ def leaf_tensor(
     return PendingTensor(dtype or info.dtype, shape, LeafBytes(stored, plan))
 
 
-def zeros_tensor(dtype: str, shape: tuple[int, ...]) -> PendingTensor:
-    return PendingTensor(dtype, shape)
+def pending_state(job: Job, *, keep_flags: bool = False) -> tuple[Any, dict[str, PendingTensor]]:
+    """The state that a conversion writes, with tensors whose bytes come later, and these by their names.
+
+    `keep_flags`: parameters, and tensors that require gradients, are a `FlaggedTensor`.
+    """
+    tensors = {item.name: leaf_tensor(job.checkpoint, item.stored, item.dtype) for item in job.items}
+    tensors |= {name: tensors[of] for name, of in job.tied.items()}
+    tree = localized(job.tree, job.local)
+    names = list(blob_names(tree))
+    arrays: dict[str, Any] = {**tensors, **(job.checkpoint.read(names) if names else {})}
+    flagged: dict[tuple[int, bool, bool], FlaggedTensor] = {}
+
+    def without_flags(node: Node) -> Node:
+        if isinstance(node, list):
+            return [without_flags(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if len(node) != 1 or TENSOR not in node:
+            return {key: without_flags(value) for key, value in node.items()}
+        name, is_parameter, requires_grad = tensor_body(node[TENSOR])
+        if keep_flags:
+            tensor = tensors[name]
+            made = FlaggedTensor(tensor, is_parameter, requires_grad)
+            while name in arrays:
+                name += "'"
+            arrays[name] = flagged.setdefault((id(tensor), is_parameter, requires_grad), made)
+        return {LEAF: name}
+
+    return unflatten(without_flags(tree), arrays, where=job.checkpoint.path), tensors
 
 
 class TorchFile:
     """A file to be written: its place below a directory, and the object that ``torch.load`` gives."""
 
-    def __init__(self, name: str, content: object) -> None:
+    def __init__(self, name: str, content: object, *, weights_only: bool = False) -> None:
         self.name = name
-        data, self.tensors = pickled(content)
+        data, self.tensors = pickled(content, weights_only=weights_only)
         self.archive = TorchArchive(data, [tensor.nbytes for tensor in self.tensors])
 
     @property
@@ -237,7 +269,9 @@ def _cut_fill(checkpoint: Checkpoint, tensor: PendingTensor) -> Fill:
     def fill(window: memoryview, offset: int) -> None:
         if not kept:
             kept.append(np.empty(tensor.nbytes, np.uint8))
-            _carry_out(checkpoint, _moves(checkpoint, tensor, kept[0]))
+            for read in _reads(checkpoint, tensor, kept[0]):
+                for slab in _slabs(read):
+                    _carry_out(checkpoint, [slab])
         window[:] = kept[0][offset : offset + len(window)].data
         if offset + len(window) == tensor.nbytes:
             kept.clear()
@@ -246,26 +280,25 @@ def _cut_fill(checkpoint: Checkpoint, tensor: PendingTensor) -> Fill:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """A box of a leaf that is read to `memory`, and then cast and put in its `place`, unless it is there."""
+class _Read:
+    """A box of a leaf that is read, cast and put in its `place`, which has a last dimension of bytes."""
 
     stored: str
     box: Box
-    memory: Bytes
     dtype: str
     to: str
-    place: Bytes | None = None
+    place: Bytes
 
 
 def _fill_buffers(checkpoint: Checkpoint, files: list[TorchFile], buffers: list[Bytes]) -> None:
-    moves: list[_Move] = []
+    reads: list[_Read] = []
     for file, buffer in zip(files, buffers, strict=True):
         for tensor, at in zip(file.tensors, file.archive.offsets, strict=True):
-            moves += _moves(checkpoint, tensor, buffer[at : at + tensor.nbytes])
-    _carry_out(checkpoint, moves)
+            reads += _reads(checkpoint, tensor, buffer[at : at + tensor.nbytes])
+    _carry_out(checkpoint, reads)
 
 
-def _moves(checkpoint: Checkpoint, tensor: PendingTensor, place: Bytes) -> Iterator[_Move]:
+def _reads(checkpoint: Checkpoint, tensor: PendingTensor, place: Bytes) -> Iterator[_Read]:
     """What has to be read for a tensor whose bytes are to be at `place`. Padding is zeroed at once."""
     origin = tensor.origin
     if not tensor.nbytes:
@@ -273,35 +306,44 @@ def _moves(checkpoint: Checkpoint, tensor: PendingTensor, place: Bytes) -> Itera
     if origin is None:
         place[:] = 0
         return
-    info = checkpoint._parts.leaf_infos[origin.stored]
+    info = checkpoint.leaves[origin.stored]
+    size = itemsize(tensor.dtype)
     if origin.plan is None:
-        if info.dtype == tensor.dtype:
-            yield _Move(origin.stored, whole(info.shape), place, info.dtype, tensor.dtype)
-        else:
-            memory: Bytes = np.empty(info.nbytes, np.uint8)
-            yield _Move(origin.stored, whole(info.shape), memory, info.dtype, tensor.dtype, place)
+        yield _Read(
+            origin.stored, whole(info.shape), info.dtype, tensor.dtype, place.reshape(*info.shape, size)
+        )
         return
-    cut = place.reshape(*tensor.shape, itemsize(tensor.dtype))
+    cut = place.reshape(*tensor.shape, size)
     for zeros in origin.plan.zeros:
         cut[_slices(zeros)] = 0
     for move in origin.plan.moves:
-        memory = np.empty(move.source.volume * itemsize(info.dtype), np.uint8)
-        yield _Move(origin.stored, move.source, memory, info.dtype, tensor.dtype, cut[_slices(move.local)])
+        yield _Read(origin.stored, move.source, info.dtype, tensor.dtype, cut[_slices(move.local)])
 
 
-def _carry_out(checkpoint: Checkpoint, moves: Iterator[_Move] | list[_Move]) -> None:
-    found = list(moves)
-    checkpoint._reader.fetch(
-        [
-            BoxRequest(
-                move.stored, move.box, Memory(move.memory.ctypes.data, move.memory.nbytes, move.memory)
-            )
-            for move in found
-        ]
-    )
-    for move in found:
-        if move.place is not None:
-            move.place[...] = cast(move.memory, move.dtype, move.to).reshape(move.place.shape)
+def _slabs(read: _Read) -> Iterator[_Read]:
+    """The same cut along the first dimension, so that about a window is read at once."""
+    box, size = read.box, itemsize(read.dtype)
+    if not box.shape or read.place.shape[:-1] != box.shape:
+        yield read
+        return
+    rows = max(1, WINDOW_NBYTES // (size * math.prod(box.shape[1:])))
+    for first in range(0, box.shape[0], rows):
+        part = Box((box.start[0] + first, *box.start[1:]), (min(rows, box.shape[0] - first), *box.shape[1:]))
+        yield replace(read, box=part, place=read.place[first : first + rows])
+
+
+def _carry_out(checkpoint: Checkpoint, reads: Sequence[_Read]) -> None:
+    requests: list[BoxRequest] = []
+    casts: list[tuple[_Read, Bytes]] = []
+    for read in reads:
+        memory = read.place
+        if read.dtype != read.to or not memory.flags.c_contiguous:
+            memory = np.empty(read.box.volume * itemsize(read.dtype), np.uint8)
+            casts.append((read, memory))
+        requests.append(BoxRequest(read.stored, read.box, Memory(memory.ctypes.data, memory.nbytes, memory)))
+    checkpoint._reader.fetch(requests)
+    for read, memory in casts:
+        read.place[...] = cast(memory, read.dtype, read.to).reshape(read.place.shape)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

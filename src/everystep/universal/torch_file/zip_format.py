@@ -1,8 +1,8 @@
 """The files of ``torch.save``, as they are written: a zip archive with a pickle and the bytes of tensors.
 
 `TorchArchive` knows the place of every byte before any tensor is read. So small archives are put together in
-memory and written at once (`assemble`), and large ones stream to the disk (`stream`). Owns the zip format;
-what is in the pickle belongs to `torch_pickles`.
+memory and written at once (`assemble`), and large ones stream to the disk (`stream`, or `write_archive` where
+a file has several). Owns the zip format; what is in the pickle belongs to `pickle_writer`.
 
 The bytes of tensors are aligned, as those of torch are, so that they can be mapped. Their CRC-32 is known
 only when they have passed, so it comes behind them (a data descriptor), as in torch's own files.
@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 import numpy as np
 
@@ -35,6 +36,7 @@ _VERSION, _CRC_FOLLOWS = 45, 1 << 3
 _DAY = 1 << 5 | 1  # 1980-01-01, the first that there is
 _PADDING = b"FB"  # the tag of torch's own padding
 _ROOT = "archive"
+_BLOCK_NBYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -164,6 +166,20 @@ def assemble(archive: TorchArchive, data: np.ndarray[tuple[int], np.dtype[np.uin
     for number in range(len(crcs) + 1):
         at, content = archive.between(number, crcs)
         data[at : at + len(content)] = np.frombuffer(content, np.uint8)
+
+
+def write_archive(file: BinaryIO, archive: TorchArchive, fills: Sequence[Fill]) -> None:
+    """Writes an archive where `file` stands, a block at a time."""
+    block = memoryview(bytearray(min(_BLOCK_NBYTES, max(archive.sizes, default=0))))
+    crcs = [0] * len(fills)
+    for number, (fill, nbytes) in enumerate(zip(fills, archive.sizes, strict=True)):
+        file.write(archive.between(number, crcs)[1])
+        for start in range(0, nbytes, _BLOCK_NBYTES):
+            part = block[: min(_BLOCK_NBYTES, nbytes - start)]
+            fill(part, start)
+            crcs[number] = zlib.crc32(part, crcs[number])
+            file.write(part)
+    file.write(archive.between(len(fills), crcs)[1])
 
 
 def stream(path: str, archive: TorchArchive, fills: Sequence[Fill], progress: Callable[[int], None]) -> None:
