@@ -19,8 +19,8 @@ from torch import nn
 
 import everystep
 from everystep import Checkpointer, Keep, Options
-from everystep.checkpointer.context import Mode
 from everystep.checkpointer.events import Saved
+from everystep.checkpointer.opening import Mode
 from everystep.checkpointer.pending_save import PendingSave
 from everystep.checkpointer.save_task import SaveTask
 from everystep.engine import faults

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import everystep
+from everystep.checkpointer.announced_changes import Hooks
 from everystep.checkpointer.guard import Guard
-from everystep.checkpointer.ownership import NOBODY, UPDATE, Hooks, Owner, OwnerKind, owners
+from everystep.checkpointer.ownership import UNCHANGED, UPDATE, Owner, OwnerKind, owners
 from everystep.state import flatten
 from support.worlds.peerless_meshes import world
 
@@ -47,7 +48,7 @@ def test_parts_of_parameters_and_of_their_state_are_the_optimizers() -> None:
         state = {"model": model, "optimizer": optimizer}
         hooks = Hooks(Steps().before)
         hooks.attach([optimizer])
-        found = owners(state, hooks, updates=False)
+        found = owners(state, hooks.optimizers, updates=False)
         assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
             leaf.name: FIRST for leaf in flatten(state).leaves
         }
@@ -66,7 +67,7 @@ def test_an_optimizer_that_divides_its_state_announces_its_steps_and_owns_all_pa
         stepped(model, optimizer)
         assert steps.owners == [FIRST], "announced once, before anything changes"
         state = {"model": model, "optimizer": optimizer}
-        found = owners(state, hooks, updates=False)
+        found = owners(state, hooks.optimizers, updates=False)
         leaves = flatten(state).leaves
         assert {leaf.name for leaf in leaves if leaf.name.endswith("exp_avg")} == {
             "optimizer.weight.exp_avg",
@@ -83,9 +84,9 @@ def test_the_mark_per_rank_changes_nothing_about_ownership(bracketed: bool) -> N
     table = np.zeros(4)
     state = everystep.per_rank({"w": weights, "table": table})
     everystep.stable(everystep.per_rank([table]))
-    found = owners(state, Hooks(Steps().before), updates=bracketed)
+    found = owners(state, {}, updates=bracketed)
     by_name = {leaf.name: found.of(leaf) for leaf in flatten(state).local_leaves}
-    assert by_name == {"@0._.w": UPDATE if bracketed else None, "@0._.table": NOBODY}
+    assert by_name == {"@0._.w": UPDATE if bracketed else None, "@0._.table": UNCHANGED}
 
 
 def test_what_several_optimizers_change_is_nobodys() -> None:
@@ -98,7 +99,7 @@ def test_what_several_optimizers_change_is_nobodys() -> None:
     state = {"shared": shared, "own": own, "first": first, "second": second}
     hooks = Hooks(Steps().before)
     hooks.attach([first, second])
-    found = owners(state, hooks, updates=False)
+    found = owners(state, hooks.optimizers, updates=False)
     for leaf in flatten(state).leaves:
         top = leaf.name.split(".")[0]
         assert found.of(leaf) == {"shared": None, "own": SECOND, "first": FIRST, "second": SECOND}[top], (
@@ -122,7 +123,7 @@ def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
         "inner": storage[70:80],
         "across": storage[55:65],
     }
-    found = owners(state, hooks, updates=True)
+    found = owners(state, hooks.optimizers, updates=True)
     assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
         "left": None,
         "middle": None,
@@ -159,7 +160,7 @@ def test_an_update_by_either_of_two_optimizers_is_not_stored(tmp_path: Path) -> 
 def test_a_tensor_whose_storage_has_moved_is_told_and_not_looked_at(move: str) -> None:
     weights = torch.ones(1 << 20)
     leaves = list(flatten({"w": weights}).leaves)
-    guard = Guard({NOBODY: leaves})
+    guard = Guard({UNCHANGED: leaves})
     if move == "share":
         weights.share_memory_()
     else:

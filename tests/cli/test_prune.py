@@ -15,8 +15,8 @@ import pytest
 
 import everystep
 from everystep import inspect
-from everystep.checkpointer import recorded_rules as recorded_rules_module
-from everystep.checkpointer.recorded_rules import record_rules, recorded_rules
+from everystep.checkpointer import keep as keep_module
+from everystep.checkpointer.keep import record_rules, recorded_rules
 from everystep.store import WritableRun
 from everystep.store.names import RULES
 from support.processes.command import (
@@ -123,7 +123,7 @@ def test_rules_that_cannot_be_recorded_leave_no_older_ones(
         run, state, keep=everystep.Keep(last=100, every=2), mode="sync"
     ) as checkpointer:
         checkpointer.restore()
-        monkeypatch.setattr(recorded_rules_module, "replace_file", full)
+        monkeypatch.setattr(keep_module, "replace_file", full)
         with pytest.warns(RuntimeWarning, match="rules of .* were not recorded"):
             checkpointer.save(6)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ import pytest
 
 import everystep
 from everystep import Checkpointer, Keep
-from everystep.checkpointer.recorded_rules import recorded_rules
+from everystep.checkpointer.keep import recorded_rules
 from everystep.store import step_name
 
 SHARD = "r00000.v0.safetensors"

@@ -5,14 +5,18 @@ Owns whether a save may overlap with training at all. Which leaves an announceme
 
 from __future__ import annotations
 
+import itertools
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from everystep.caller import stack_level
-from everystep.checkpointer.observed_changes import OwnerOf
-from everystep.checkpointer.ownership import Hooks, Owner, find_optimizers, owners
+from everystep.checkpointer.ownership import Owner, OwnerKind, OwnerOf, owners
+from everystep.engine import forks
+from everystep.state.torch_objects import is_optimizer, optimizers_in
 
 
 class AnnouncedChanges:
@@ -30,7 +34,7 @@ class AnnouncedChanges:
 
     def attach(self, state: object) -> None:
         """Hooks the optimizers of the state, and lets go of those that are not in it any more."""
-        self._hooks.attach(find_optimizers(state, self._optimizers))
+        self._hooks.attach(optimizers_in(state) if self._optimizers is None else self._optimizers)
 
     def detach(self) -> None:
         self._hooks.detach()
@@ -55,7 +59,7 @@ class AnnouncedChanges:
 
     def owner_of(self, state: object) -> OwnerOf:
         """The owner of each leaf that may be read in place now."""
-        return owners(state, self._hooks, updates=self._has_updates).of
+        return owners(state, self._hooks.optimizers, updates=self._has_updates).of
 
     def warn_if_none(self) -> None:
         """Warns, once, that saves cannot overlap with training."""
@@ -69,3 +73,78 @@ class AnnouncedChanges:
             RuntimeWarning,
             stacklevel=stack_level(),
         )
+
+
+class Hooks:
+    """The optimizers that announce their steps. `before_step(owner)` runs before each changes anything."""
+
+    def __init__(self, before_step: Callable[[Owner], None]) -> None:
+        # Weak: an optimizer that outlives its Checkpointer must not keep it, and its run's lock.
+        self._before_step = weakref.WeakMethod(before_step)
+        # Weak, too: one that was replaced goes when the training lets go of it.
+        self._optimizers: weakref.WeakValueDictionary[Owner, Any] = weakref.WeakValueDictionary()
+        self._handles: dict[Owner, Any] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def optimizers(self) -> dict[Owner, Any]:
+        """The optimizers that are hooked, by owner."""
+        return dict(self._optimizers)
+
+    def attach(self, optimizers: Iterable[Any]) -> None:
+        """Hooks these optimizers, and no others: one that is not in the state any more owns nothing of it.
+
+        One that cannot be hooked is left out, and its tensors are copied.
+        """
+        wanted = {id(optimizer): optimizer for optimizer in map(_innermost, optimizers)}
+        known = {owner: id(optimizer) for owner, optimizer in self.optimizers.items()}
+        for owner in [owner for owner in self._handles if known.get(owner) not in wanted]:
+            self._handles.pop(owner).remove()
+            self._optimizers.pop(owner, None)
+        hooked = set(known.values())
+        for identity, optimizer in wanted.items():
+            register = getattr(optimizer, "register_step_pre_hook", None)
+            if identity in hooked or register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                continue
+            owner = Owner(OwnerKind.OPTIMIZER, next(self._numbers))
+            self._handles[owner] = register(self._hook(owner))
+            self._optimizers[owner] = optimizer
+
+    def _hook(self, owner: Owner) -> Hook:
+        before_step = self._before_step
+        here = forks()
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            call = before_step()
+            if call is not None and forks() == here:  # a forked child has its own copy of everything
+                call(owner)
+
+        return _hidden_from_compiler(hook)
+
+    def detach(self) -> None:
+        self.attach(())
+
+
+Hook = Callable[[Any, Any, Any], None]
+
+
+def _hidden_from_compiler(hook: Hook) -> Hook:
+    """Without this, ``torch.compile`` of a step compiles all that a wait goes through, threads and locks.
+
+    Costs no import: making an optimizer of torch has brought all of the compiler that this needs. Those of
+    others come without it.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    hidden: Hook = sys.modules["torch"].compiler.disable(hook)
+    return hidden
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that really steps, inside of wrappers that keep it as ``.optimizer``."""
+    for _ in range(8):
+        inner = getattr(optimizer, "optimizer", None)
+        if not is_optimizer(inner):
+            break
+        optimizer = inner
+    return optimizer

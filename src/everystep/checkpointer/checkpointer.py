@@ -17,14 +17,12 @@ from typing import Any, overload
 
 from everystep.caller import stack_level
 from everystep.checkpointer.announced_changes import AnnouncedChanges
-from everystep.checkpointer.context import Mode
 from everystep.checkpointer.events import EventLog, Preempted
 from everystep.checkpointer.keep import Keep
-from everystep.checkpointer.open_runs import register
-from everystep.checkpointer.opening import Arguments, OnError, open_context
+from everystep.checkpointer.opening import Arguments, Mode, OnError, open_context, register
 from everystep.checkpointer.ownership import Owner
 from everystep.checkpointer.pending_save import PendingSave
-from everystep.checkpointer.preemption_duty import PreemptionDuty, checked_exit_code
+from everystep.checkpointer.preemption import PreemptionDuty, checked_exit_code
 from everystep.checkpointer.restore import Beginning, Into, restore
 from everystep.checkpointer.run_observer import Closed, Completed
 from everystep.checkpointer.save_task import SaveTask

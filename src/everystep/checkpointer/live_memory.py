@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from everystep.checkpointer.guard import Guard
-from everystep.checkpointer.ownership import NOBODY, Owner
+from everystep.checkpointer.ownership import UNCHANGED, Owner
 from everystep.checkpointer.staging import Division
 from everystep.engine import WriteJob
 from everystep.engine.threads import Latch
@@ -46,8 +46,8 @@ class LiveMemory:
         self._late = False
         self.interrupted = False
         """The training was interrupted while it waited for its memory to be read, and may change it now."""
-        self.in_place_nbytes = sum(leaf.nbytes for group in division.in_place.values() for leaf in group)
-        self.copied_nbytes = sum(leaf.nbytes for leaf in division.copied)
+        self.in_place_nbytes = division.in_place_nbytes
+        self.copied_nbytes = division.copied_nbytes
 
     @property
     def groups(self) -> list[list[LeafSource]]:
@@ -86,7 +86,7 @@ class LiveMemory:
         with self._lock:
             self._changed += self._guard.take(owner)
             if owner is not None:
-                self._changed += self._guard.take(NOBODY)
+                self._changed += self._guard.take(UNCHANGED)
             return not self._guard.owners
 
     def leave_urgent(self, timeout: float) -> None:
@@ -119,7 +119,7 @@ class LiveMemory:
 
     def _end_of(self, owner: Owner | None) -> list[int]:
         wanted = (
-            self._ends.values() if owner is None else [self._ends.get(key, []) for key in (owner, NOBODY)]
+            self._ends.values() if owner is None else [self._ends.get(key, []) for key in (owner, UNCHANGED)]
         )
         return [max(ends) for ends in zip_longest(*wanted, fillvalue=0)]
 

@@ -1,32 +1,43 @@
 """Opening a run for a Checkpointer: its arguments, its ranks, the run itself, and what the run holds.
 
 The coordinator opens the run and tells the other ranks where it is and what it holds. All ranks open it, or
-none does.
+none does. A `RunContext` is what the saves and restores of a Checkpointer share afterwards.
 """
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from everystep.checkpointer import drilling
 from everystep.checkpointer.announced_changes import AnnouncedChanges
-from everystep.checkpointer.context import Mode, RunContext
 from everystep.checkpointer.events import EventLog, Opened
 from everystep.checkpointer.free_space import FreeSpace
+from everystep.checkpointer.guard import ObservedChanges
 from everystep.checkpointer.keep import Keep, Kept
-from everystep.checkpointer.observed_changes import ObservedChanges
-from everystep.checkpointer.open_runs import open_run
 from everystep.checkpointer.retention import Retention, history
 from everystep.checkpointer.run_observer import Opening, RunObservers
 from everystep.checkpointer.schedule import Schedule, make_schedule
 from everystep.checkpointer.staging import Staging
+from everystep.engine import forks
+from everystep.errors import CheckpointExists, Locked
 from everystep.paths import local_path
-from everystep.store import FollowedRun, Options, RankGroup, WritableRun, checked_options, list_steps
+from everystep.store import (
+    FollowedRun,
+    Options,
+    RankGroup,
+    WritableRun,
+    checked_options,
+    is_checkpoint,
+    list_steps,
+)
+from everystep.store.api import refuse_reference
 from everystep.store.commit.volumes import Ledger
 from everystep.store.locks import path_to_read
 from everystep.store.ranks.group import ProcessGroup
@@ -121,3 +132,70 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
         observers=observers,
         events=events,
     )
+
+
+Mode = Literal["overlap", "snapshot", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Lives as long as its Checkpointer."""
+
+    group: RankGroup
+    run: WritableRun | FollowedRun
+    ledger: Ledger | None
+    """Of a run whose shards go to volumes, on the coordinator."""
+    retention: Retention
+    free_space: FreeSpace | None
+    """None: the coordinator looks after it, or the shards go to volumes."""
+    staging: Staging
+    announced: AnnouncedChanges
+    observed: ObservedChanges
+    schedule: Schedule
+    observers: RunObservers
+    events: EventLog
+    """One of the observers."""
+
+
+_open: weakref.WeakKeyDictionary[object, tuple[WritableRun, int]] = weakref.WeakKeyDictionary()
+"""Checkpointer -> its run, and `forks` at that time: a forked child holds none of its parent's."""
+
+
+def open_run(path: str) -> WritableRun:
+    """Opens a run for writing. `Locked` names the Checkpointer of this process that has it open."""
+    refuse_reference(path)
+    if is_checkpoint(path):
+        # Steps inside of a checkpoint would never be found: readers of that path mean the checkpoint.
+        raise CheckpointExists(
+            f"{path} is a checkpoint, not a run of them: give the Checkpointer a directory of its own. "
+            "(everystep.load restores from a single checkpoint)"
+        )
+    try:
+        return WritableRun(path)
+    except Locked as error:
+        if not _holders(path):
+            raise
+        gc.collect()  # a Checkpointer that nothing but a cycle refers to gives its lock back
+        holders = _holders(path)
+        if holders:
+            raise Locked(
+                f"run {path} is open for writing in this process already, by {holders[0]!r}. Close that one "
+                "first. In a notebook whose cell ran before: call close() on the old Checkpointer, as in "
+                "`ckpt.close()`, before you make a new one; or use `with everystep.Checkpointer(...) as "
+                "ckpt:`, which closes it by itself"
+            ) from error
+    return WritableRun(path)
+
+
+def register(checkpointer: object, run: WritableRun) -> None:
+    """That Checkpointer holds that run, until it closes it."""
+    _open[checkpointer] = run, forks()
+
+
+def _holders(path: str) -> list[object]:
+    real, here = os.path.realpath(path), forks()
+    return [
+        holder
+        for holder, (run, forked) in _open.items()
+        if forked == here and run.is_open and os.path.realpath(run.path) == real
+    ]

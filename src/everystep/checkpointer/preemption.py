@@ -1,11 +1,12 @@
-"""Being asked to stop: SIGTERM and SIGUSR1, as schedulers send them before they take a machine away.
+"""Being asked to stop by SIGTERM or SIGUSR1, which schedulers send before they take a machine away.
 
 The first signal is only remembered, for the whole process. Training finishes its step, the next
-`Checkpointer.save` saves it whatever the schedule says, and the process ends. With several Checkpointers it
-ends when each has saved, or when the first of them saves again, with the highest of their exit codes. Then
-the signal is answered: a process that goes on nevertheless, such as a notebook, is not asked to end any more.
-A second signal does what it would do without Everystep, unless it follows at once. Handlers that other code
-has installed stay.
+`Checkpointer.save` saves it whatever the schedule says, and the process ends. With several ranks the
+coordinator decides for all (`PreemptionDuty`). With several Checkpointers the process ends when each has
+saved, or when the first of them saves again, with the highest of their exit codes. Then the signal is
+answered: a process that goes on nevertheless, such as a notebook, is not asked to end any more. A second
+signal does what it would do without Everystep, unless it follows at once. Handlers that other code has
+installed stay.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from types import FrameType
+
+from everystep.checkpointer.schedule import Schedule
+from everystep.store import RankGroup, SaveRound
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 5.0
@@ -108,3 +114,74 @@ def _leave_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`due`: save now. `signal`: end the process then. `save_round`: the ranks' messages about this save."""
+
+    due: bool
+    signal: str | None
+    save_round: SaveRound | None
+
+
+class PreemptionDuty:
+    """Of one Checkpointer. Without `listens`, signals are left alone."""
+
+    def __init__(self, group: RankGroup, schedule: Schedule, exit_code: int, *, listens: bool) -> None:
+        self._group = group
+        self._schedule = schedule
+        self._exit_code = exit_code
+        self._preemption = Preemption(exit_code) if listens else None
+
+    @property
+    def received(self) -> str | None:
+        """The name of the signal that asked this process to end, if one did."""
+        return None if self._preemption is None else self._preemption.received
+
+    def decide(self, step: int, now: float) -> Decision:
+        """What this call of `save` does."""
+        group, signal = self._group, self.received
+        if group.transport is None:
+            return Decision(signal is not None or self._schedule.due(step, now), signal, None)
+        if group.is_coordinator:
+            signal = signal or group.signalled()
+        elif signal is not None:
+            group.signal(signal)
+        due = group.is_coordinator and (signal is not None or self._schedule.due(step, now))
+        save_round = group.begin("the Checkpointer's save", step, due=due, signal=signal)
+        assert save_round is not None
+        return Decision(save_round.call.due, save_round.call.signal, save_round)
+
+    def fulfilled(self, run: str, step: int, signal: str) -> int | None:
+        """That step is durable. Returns the exit code to end with; None: other Checkpointers save first."""
+        code: int | None = self._exit_code
+        if self._preemption is not None:
+            # Several ranks end at the same step, whatever other Checkpointers one of them has.
+            code = self._preemption.obeyed(at_once=self._group.transport is not None)
+        if self._group.is_coordinator:
+            _print_preempted(run, step, signal, code)
+        return code
+
+    def close(self) -> None:
+        """Signals do again what they would do without Everystep."""
+        if self._preemption is not None:
+            self._preemption.close()
+
+
+def checked_exit_code(code: object) -> int:
+    if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code <= 255:
+        raise ValueError(f"preemption_exit_code must be an int from 0 to 255, not {code!r}")
+    return code
+
+
+def _print_preempted(run: str, step: int, signal: str, code: int | None) -> None:
+    """For people: otherwise they would wonder why the process ended without an error."""
+    then = (
+        "the process ends when its other Checkpointers have saved"
+        if code is None
+        else f"the process ends with exit code {code}. Start the same command again to go on from there"
+    )
+    print(
+        f"everystep: {signal} received: step {step} is saved in {run}; {then}.", file=sys.stderr, flush=True
+    )

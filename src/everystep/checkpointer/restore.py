@@ -12,16 +12,17 @@ import difflib
 import os
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from everystep.caller import stack_level
-from everystep.checkpointer.context import RunContext
 from everystep.checkpointer.events import PassedOver, Restored
-from everystep.checkpointer.in_place import refuse_fixed, refuse_replaced
+from everystep.checkpointer.opening import RunContext
 from everystep.checkpointer.run_observer import NothingToRestore, Restoring
 from everystep.engine import READING
 from everystep.errors import (
@@ -30,8 +31,12 @@ from everystep.errors import (
     EverystepError,
     IncompleteCheckpoint,
     ReadFailed,
+    StateMismatch,
 )
-from everystep.state.node import pairs_of, shorten
+from everystep.state.marks import PerRank
+from everystep.state.node import NAMELESS, pairs_of, shorten
+from everystep.state.targets import MAPPINGS, is_array
+from everystep.state.torch_objects import is_stateful
 from everystep.store import RankGroup, list_steps
 from everystep.store.os_errors import shows_damage
 from everystep.store.ranks.consensus import all_or_none
@@ -287,3 +292,48 @@ def _check(checkpoint: Checkpoint) -> None:
     reason = checkpoint._misplaced
     if reason is not None:
         raise CorruptCheckpoint(reason, path=checkpoint.path)
+
+
+_CONTAINERS = (*MAPPINGS, list, deque, set, bytearray, PerRank)
+_ADVICE = 'Put it in a dict, such as {"w": w, "epoch": 0}, and take it from there after restore()'
+
+
+def refuse_fixed(state: object, place: str = "") -> None:
+    """Raises if an object at the top cannot be restored in place, such as a number or a read-only array.
+
+    A tuple can be if its items can, since training refers to those.
+    """
+    if type(state) is tuple:
+        for index, item in enumerate(state):
+            refuse_fixed(item, f"{place}.{index}" if place else str(index))
+    elif not _takes(state):
+        kind = f"{'read-only ' if is_array(state) else ''}{type(state).__name__}"
+        raise StateMismatch(
+            f"{f'state.{place}' if place else 'the state'} cannot be restored: no dict, list or object holds "
+            f"this {kind}, so you would keep the one you have. {_ADVICE}",
+            wrong=[place or NAMELESS],
+        )
+
+
+def refuse_replaced(state: object, restored: object, checkpoint: str) -> None:
+    """Raises if the restored object is not the state itself, but a new one in its place."""
+    if not _same(state, restored):
+        raise StateMismatch(
+            f"{checkpoint} holds a {type(restored).__name__} that cannot be put back into the state, "
+            f"a {type(state).__name__}: the state is not what was saved. Give the Checkpointer a state of "
+            "that form",
+            wrong=[NAMELESS],
+        )
+
+
+def _takes(state: Any) -> bool:
+    if is_array(state):
+        flags = getattr(state, "flags", None)  # numpy's; whether torch can write is seen when it is done
+        return flags is None or bool(flags.writeable)
+    return isinstance(state, _CONTAINERS) or is_stateful(state)
+
+
+def _same(state: object, restored: object) -> bool:
+    if type(state) is tuple and type(restored) is tuple:
+        return len(state) == len(restored) and all(map(_same, state, restored))
+    return state is restored

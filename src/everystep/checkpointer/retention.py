@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from everystep.checkpointer.events import warn
-from everystep.checkpointer.keep import Keep, Kept
-from everystep.checkpointer.recorded_rules import record_rules
+from everystep.checkpointer.keep import Keep, Kept, record_rules
 from everystep.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -66,7 +65,7 @@ class Retention:
     def newest(self) -> int | None:
         """The newest step that is ours, and that training did not go back on."""
         ours = self._ours.difference(self._superseded)
-        return max((item.step for item in self._known if item.step in ours), default=None)
+        return max(ours.intersection([item.step for item in self._known]), default=None)
 
     def resumed(self, step: int | None) -> None:
         """This training goes on from that step (None: begins in an empty run), and may save into the run."""
@@ -90,8 +89,9 @@ class Retention:
 
     def may_replace(self, step: int) -> bool:
         """Whether a save of that step may take the place of a checkpoint of the same step."""
-        ours = (self._ours, self._damaged, self._superseded, self._outdated)
-        return step == self._attempted or any(step in own for own in ours)
+        if step == self._attempted or step in self._ours or step in self._damaged:
+            return True
+        return step in self._superseded or step in self._outdated
 
     def begin(self, step: int) -> bool:
         """A save of that step begins; returns whether it may replace a checkpoint of the same step. If it

@@ -27,10 +27,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from everystep.checkpointer.context import Mode, RunContext
 from everystep.checkpointer.events import Failed, Phases, Saved
 from everystep.checkpointer.live_memory import LiveMemory
-from everystep.checkpointer.ownership import NOBODY, Owner
+from everystep.checkpointer.opening import Mode, RunContext
+from everystep.checkpointer.ownership import UNCHANGED, Owner
 from everystep.checkpointer.pending_save import PendingSave, Stall
 from everystep.checkpointer.retention import ids
 from everystep.checkpointer.run_observer import Durable, Saving
@@ -352,4 +352,4 @@ class SaveTask(SaveObserver):
 
 def _owner_in_snapshot(leaf: LeafSource) -> Owner | None:
     """All leaves are copied, but for those that nobody changes."""
-    return NOBODY if type(leaf.source.owner) is Immutable else None
+    return UNCHANGED if type(leaf.source.owner) is Immutable else None

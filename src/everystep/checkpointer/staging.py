@@ -31,6 +31,8 @@ class Division:
     """By owner: they leave it before that owner changes them."""
     copied: list[LeafSource] = field(default_factory=list)
     """They have left it already: these are the copies."""
+    in_place_nbytes: int = 0
+    copied_nbytes: int = 0
 
     def groups(self) -> list[list[LeafSource]]:
         """In the order in which they shall be written."""
@@ -51,11 +53,13 @@ class Staging:
         found = Division()
         loose = []
         for leaf in leaves:
-            owner = owner_of(leaf) if leaf.nbytes else None
+            nbytes = leaf.source.nbytes
+            owner = owner_of(leaf) if nbytes else None
             if owner is None:
                 loose.append(leaf)
             else:
                 found.in_place.setdefault(owner, []).append(leaf)
+                found.in_place_nbytes += nbytes
         pieces: list[WritePiece] = []
         chosen: list[LeafSource] = []
         end = 0
@@ -64,6 +68,7 @@ class Staging:
             if start + leaf.nbytes <= self._budget:
                 pieces.append(WritePiece(start, leaf.source))
                 chosen.append(leaf)
+                found.copied_nbytes += leaf.nbytes
                 end = start + leaf.nbytes
             else:
                 found.urgent.append(leaf)

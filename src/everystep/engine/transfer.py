@@ -287,7 +287,7 @@ def fingerprints(sources: Sequence[Source]) -> list[int]:
 
     Of the C-order bytes: equal arrays have equal ones, however each of them lies in memory.
     """
-    offsets = list(accumulate((source.nbytes for source in sources), initial=0))[:-1]
+    offsets = list(accumulate([source.nbytes for source in sources], initial=0))[:-1]
     return _native.fingerprints(_pieces(offsets, sources))
 
 

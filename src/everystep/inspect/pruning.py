@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from everystep.checkpointer import Keep, Kept
-from everystep.checkpointer.recorded_rules import recorded_rules
+from everystep.checkpointer.keep import recorded_rules
 from everystep.errors import CheckpointNotFound, StateMismatch
 from everystep.inspect.run_listing import Listing, leftovers, list_run
 from everystep.store import WritableRun, is_checkpoint, locate, step_name

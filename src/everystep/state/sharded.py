@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,17 @@ def local_tensor(value: Any) -> Any:
         return _plain(value._local_tensor, "") if look is _held_of_dtensor else look(value, "", {}).tensor
     except UnsupportedState:
         return None
+
+
+def local_arrays(values: Iterable[Any]) -> list[Any]:
+    """`local_tensor` of each, without those of which nothing is here."""
+    found = []
+    for value in values:
+        # Most arrays are all here: no calls for each.
+        local = value if _looks.get(type(value), value) is None else local_tensor(value)
+        if local is not None:
+            found.append(local)
+    return found
 
 
 def memory_identity(tensor: Any) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,33 +110,47 @@ def parameter_names(state: object) -> ParameterNames:
     return names
 
 
-def modules_in(state: object) -> Iterator[tuple[str, Any]]:
+def modules_in(state: object) -> list[tuple[str, Any]]:
     """The modules of a state and their places."""
-    for place, value in _objects(state, "", 0):
-        if is_module(value):
-            yield place, plain_module(value)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    found = _objects(state)
+    return [(place, plain_module(value)) for place, value in found if isinstance(value, torch.nn.Module)]
 
 
-def optimizers_in(state: object) -> Iterator[Any]:
+def optimizers_in(state: object) -> list[Any]:
     """The optimizers of a state."""
-    return (value for _, value in _objects(state, "", 0) if is_optimizer(value))
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    return [value for _, value in _objects(state) if isinstance(value, torch.optim.Optimizer)]
 
 
-def _objects(value: object, place: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """What stands in the containers of a state."""
-    if depth > MAX_DEPTH:
-        return  # a cycle, which flattening reports with its place
-    prefix = f"{place}." if place else ""
-    if type(value) in _MAPPINGS:
-        for key, item in value.items():  # type: ignore[attr-defined]
-            yield from _objects(item, f"{prefix}{key}", depth + 1)
-    elif type(value) in _CONTAINERS:
-        for index, item in enumerate(value):  # type: ignore[arg-type]
-            yield from _objects(item, f"{prefix}{index}", depth + 1)
-    elif isinstance(value, Mark):
-        yield from _objects(value.value, place, depth + 1)
-    else:
-        yield place, value
+def _objects(state: object) -> list[tuple[str, Any]]:
+    """The objects and values in the containers of a state, in its order, and their places.
+
+    It is on the path of every save, so it does without a call for each of them.
+    """
+    found: list[tuple[str, Any]] = []
+    waiting: list[tuple[str, Any, int]] = [("", state, 0)]
+    while waiting:
+        place, value, depth = waiting.pop()
+        kind = type(value)
+        if kind in _MAPPINGS:
+            inner = list(value.items())
+        elif kind in _CONTAINERS:
+            inner = list(enumerate(value))
+        elif isinstance(value, Mark):
+            waiting.append((place, value.value, depth + 1))
+            continue
+        else:
+            found.append((place, value))
+            continue
+        if depth < MAX_DEPTH:  # else a cycle, which flattening reports with its place
+            prefix = f"{place}." if place else ""
+            waiting += [(f"{prefix}{key}", item, depth + 1) for key, item in reversed(inner)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from everystep.checkpointer.events import EVENTS_NAME, OLDER_NAME, Event, read_events
-from everystep.checkpointer.recorded_rules import recorded_rules
+from everystep.checkpointer.keep import recorded_rules
 from everystep.errors import CheckpointNotFound, EverystepError
 from everystep.inspect.event_summary import EventSummary, summarize_events
 from everystep.inspect.run_listing import (

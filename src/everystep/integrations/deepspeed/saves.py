@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from everystep.checkpointer.guard import Guard
-from everystep.checkpointer.ownership import NOBODY
+from everystep.checkpointer.ownership import UNCHANGED
 from everystep.engine.threads import Background
 from everystep.errors import MutatedDuringSave, SaveFailed
 from everystep.integrations.deepspeed import tags
@@ -103,7 +103,7 @@ class _Write:
         flat = flatten(state)
         commit = SingleCommit(Target(path), step, {}, _TUNING)
         self._path = path
-        self._guard = Guard({NOBODY: list(flat.leaves)} if watched else {})
+        self._guard = Guard({UNCHANGED: list(flat.leaves)} if watched else {})
 
         def run() -> None:
             turns.get()

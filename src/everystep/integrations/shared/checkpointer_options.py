@@ -9,7 +9,7 @@ from typing import Any
 
 from everystep.checkpointer import Checkpointer
 from everystep.checkpointer.opening import Arguments
-from everystep.checkpointer.preemption_duty import checked_exit_code
+from everystep.checkpointer.preemption import checked_exit_code
 
 
 def checked(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
