@@ -7,8 +7,8 @@ Stop it and go on with another mesh, or with another number of ranks:
     torchrun --nproc-per-node 4 examples/fsdp2_tp.py runs/fsdp2 --tp 1     # 4 x 1: sharded only
     torchrun --nproc-per-node 2 examples/fsdp2_tp.py runs/fsdp2 --tp 2     # 1 x 2: tensor parallel only
 
-Every rank writes the shards it owns, as they lie in its memory; nothing is gathered. Whoever resumes reads
-the boxes it needs, whatever mesh wrote them. Needs torch.
+Every rank writes the shards it owns, as they lie in its memory; nothing is gathered. A rank that resumes
+reads the boxes it needs, whatever mesh wrote them. Needs torch.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SOURCES = [TESTS.parent / "src/everystep", TESTS.parent / "src/everystep/inspect", TESTS.parent]
+SOURCES = [TESTS.parent / "src/everystep", TESTS.parent]
 """Where a folder of tests has its counterpart: a package, or one of `study`, `examples` and `tools`."""
 OF_THEIR_OWN = {"browser", "crash", "distributed", "packaging", "peers", "support"}
 """Folders for tests of several packages, with machinery of their own."""

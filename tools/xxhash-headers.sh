@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# For machines where nobody may install system packages: xxHash's headers from the source package of its Python binding,
+# For machines where you may not install system packages: xxHash's headers from the source package of its Python binding,
 # into the virtual environment, where CMakeLists.txt looks too. Does nothing when the compiler finds them already.
 set -euo pipefail
 

@@ -45,7 +45,7 @@ def _conjugate(memory: Bytes) -> dict[str, Any]:
 
 
 def _owned(memory: Bytes) -> dict[str, Any]:
-    """Read in place by an overlapped save: the optimizer is expected to change it, and nobody else."""
+    """Read in place by an overlapped save: only the optimizer is expected to change it."""
     weight = torch.nn.Parameter(torch.from_numpy(memory).view(torch.float32))
     return {"buffer": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
 

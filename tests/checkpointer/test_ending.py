@@ -548,7 +548,7 @@ def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # In "snapshot" the commit is started as in "overlap".
 @pytest.mark.parametrize("mode", ["overlap", pytest.param("snapshot", marks=pytest.mark.slow), "sync"])
 def test_a_save_in_the_interpreters_last_moments_is_made(tmp_path: Path, mode: str) -> None:
-    """Threads that start now are waited for by nobody."""
+    """The interpreter no longer waits for threads that start now."""
     script = f"""
         import atexit
         ckpt.close()

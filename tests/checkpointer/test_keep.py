@@ -64,7 +64,7 @@ def test_each_rule_by_itself() -> None:
     ]
     assert Keep(last=1, best=("loss", "min", 2)).chosen(scored) == {4, 1, 5}
     assert Keep(last=1, best=("loss", "max", 1)).chosen(scored) == {5}
-    assert Keep(last=1, best=("accuracy", "max", 3)).chosen(scored) == {5}  # a metric nobody reported
+    assert Keep(last=1, best=("accuracy", "max", 3)).chosen(scored) == {5}  # a metric that was never reported
     assert Keep().chosen([]) == set()
 
 

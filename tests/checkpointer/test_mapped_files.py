@@ -1,4 +1,4 @@
-"""What somebody has mapped or opened is not written over: the next save makes new files instead."""
+"""Files that a process has mapped or opened are not written over: the next save makes new ones instead."""
 
 from __future__ import annotations
 

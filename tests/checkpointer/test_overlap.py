@@ -44,7 +44,7 @@ def _saves_wait_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
         start(task, timeout)
 
     def ending(task: SaveTask) -> None:
-        assert awaited[task.pending].wait(PATIENCE), "nobody waits for this save"
+        assert awaited[task.pending].wait(PATIENCE), "no thread waits for this save"
         written(task)
 
     def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,7 +247,7 @@ def test_a_compiled_module_is_stored_under_its_own_names(tmp_path: Path, compile
     assert "optimizer.weight.exp_avg" in everystep.open(tmp_path).leaves
 
 
-# --- changes that nobody announced --------------------------------------------------------------------------
+# --- changes that were not announced -----------------------------------------------------------------------
 
 
 def scale(model: nn.Module) -> None:
@@ -302,7 +302,7 @@ def test_a_fused_step_past_the_hook_is_noticed(tmp_path: Path, crawling_device: 
 
 
 def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, crawling_device: None) -> None:
-    """A change that nobody announces costs one save, not every save."""
+    """A change that is not announced costs one save, not every save."""
     model = layer_stack()
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     wanted = {}

@@ -1,4 +1,4 @@
-"""Retired checkpoints lend their files to new ones, but never files that somebody reads."""
+"""Retired checkpoints lend their files to new ones, but never files that are being read."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_backup_of_hard_links_keeps_what_it_has(tmp_path: Path) -> None:
         assert not list(run.glob("step-000000000001*"))
         with faults.traced() as events:
             checkpointer.save(6)
-        assert recycled(events)  # those that nobody shares are still written over
+        assert recycled(events)  # those that are not shared are still written over
     with everystep.open(backup) as opened:
         assert opened.step == 1
         assert (opened.load()["w"] == 1).all()

@@ -1,4 +1,4 @@
-"""Observers of a run are told of its moments, in order; the event log and a drill are two of them."""
+"""Observers of a run hear of its moments, in order; the event log and a drill are two of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import everystep
 from support.processes.command import SHARD, TWO_FILES, Outcome, command, make_run, make_state, step_path
 
 NOBODY = 65534
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
 @contextmanager

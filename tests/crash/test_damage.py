@@ -389,7 +389,7 @@ def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -
         pytest.raises(everystep.CorruptCheckpoint, match="none of the 2 checkpoints is intact"),
     ):
         checkpointer.restore()
-    assert (run / step_name(1) / SHARD).exists()  # left for somebody to look at
+    assert (run / step_name(1) / SHARD).exists()  # left for people to look at
 
 
 def test_strangers_in_a_run_do_no_harm(ram: Path) -> None:

@@ -32,7 +32,7 @@ def count_calls(scenario: type[Scenario], root: Path, options: everystep.Options
 
 
 def open_descriptors() -> int:
-    gc.collect()  # an exception that somebody still looks at keeps its frames, and what they opened
+    gc.collect()  # an exception that is still referenced keeps its frames, and what they opened
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -137,7 +137,7 @@ def test_each_call_failing_where_spares_are_made_at_once(
 def test_a_replaced_checkpoint_survives_a_failed_commit_that_cannot_be_undone(
     fast: Path, way: everystep.Options, scenario: type[Scenario]
 ) -> None:
-    """The sync fails, then the exchange back: which of the two is on the disk nobody knows, so both stay."""
+    """The sync fails, then the exchange back: either of the two may be on the disk, so both stay."""
     case = scenario(fast, way)
     # The names in a spare are durable already; a new directory is synced before the one that holds it.
     nth = 1 if scenario is SameStep else 2

@@ -311,7 +311,7 @@ def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: 
         )
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: Path) -> None:
     """Made by root in a container, continued by a user outside."""
     run = place / "run"
@@ -329,7 +329,7 @@ def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: P
     assert list_steps(str(run)) == [1]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 def test_a_checkpoint_that_may_not_be_read_is_an_error_that_names_it(place: Path, tmp_path: Path) -> None:
     everystep.save(place / "old", make_state(1))
     (place / "old" / "r00000.v0.safetensors").chmod(0o600)
@@ -406,7 +406,7 @@ def test_a_file_in_the_way_is_an_error_and_stays(ram: Path) -> None:
 
 
 def test_a_run_that_vanishes_under_its_writer_fails_the_save(ram: Path) -> None:
-    """A volume that was unmounted, a directory that somebody removed."""
+    """A volume that was unmounted, a directory that was removed."""
     with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         shutil.rmtree(ram / "run")

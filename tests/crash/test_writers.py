@@ -309,7 +309,7 @@ def test_a_lock_that_is_a_link_is_refused(ram: Path, elsewhere: Path) -> None:
 # --- interrupts -----------------------------------------------------------------------------------
 
 
-# An interrupt that strikes in a destructor is only told of.
+# An interrupt that strikes in a destructor is only reported.
 struck_anywhere = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -458,7 +458,7 @@ def test_a_reader_goes_on_when_its_checkpoint_is_retired(
         for step in (8, 9, 10):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
-        # Once nobody reads it, it goes: a long training must not fill the disk.
+        # Once no reader has it open, it goes: a long training must not fill the disk.
         assert f"{step_name(1)}.retired" not in leftovers(run)
     assert leftovers(run) == []
 

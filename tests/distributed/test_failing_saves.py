@@ -58,7 +58,7 @@ def test_ranks_that_do_not_save_the_same(tmp_path: Path, mode: Mode) -> None:
     for name, rank in (
         ("unsupported on 1", 1),
         ("unsupported on 0", 0),
-        ("unsupported on 1, planned anew", 1),
+        ("unsupported on 1, replanned", 1),
     ):
         for other, (kind, message, _) in enumerate(found[name]):
             assert kind == ("UnsupportedState" if other == rank else "RankFailed"), (name, other, message)
@@ -74,7 +74,7 @@ MISSING = {
     # What each rank gets.
     "1 skips": ["RankFailed", "", "RankFailed"],
     "0 skips": ["", "RankFailed", "RankFailed"],
-    "2 skips, planned anew": ["RankFailed", "RankFailed", ""],
+    "2 skips, replanned": ["RankFailed", "RankFailed", ""],
     "1 ahead": ["RanksDisagree"] * WORLD,
     # Who is behind is told at once, and the others wait whether it gets there.
     "1 behind": ["RankFailed", "RanksDisagree", "RankFailed"],
@@ -91,7 +91,7 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> dict[str, list[Got]]:
 
 
 def test_ranks_that_do_not_come_to_a_save(tmp_path: Path) -> None:
-    troubles = ["1 skips", "0 skips", "2 skips, planned anew", "1 ahead", "1 behind"]
+    troubles = ["1 skips", "0 skips", "2 skips, replanned", "1 ahead", "1 behind"]
     found = missing(tmp_path / "run", "overlap", troubles)
     assert "rank 1 (last at: " in found["1 skips"][0][1]
     assert "rank 0 (last at: " in found["0 skips"][1][1]

@@ -1,7 +1,7 @@
-"""A rank is killed at any point of a save: all or nothing is committed, nobody hangs, and others resume.
+"""A rank is killed at any point of a save: all or nothing is committed, no rank hangs, and others resume.
 
 Killed at every call of the file system that a rank makes in a save, and before and after each message it
-sends. Several worlds are at it at the same time: most of their time they wait for somebody who is dead.
+sends. Several worlds are at it at the same time: most of their time they wait for a rank that is dead.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_each_rank_killed_at_each_call_and_message(
 
 
 def _another_world_meanwhile(folder: Path) -> list[str]:
-    """Between hearing where to write and opening it, rank 1 is so late that somebody else has that name."""
+    """Between hearing where to write and opening it, rank 1 is so late that another process has that name."""
     import torch.distributed as dist
 
     from everystep.engine import fs

@@ -46,7 +46,7 @@ def _train_until_asked(run: Path, mode: Mode, every: int, asked: int, at: int) -
                 os.kill(os.getpid(), signal.SIGTERM)
             checkpointer.save(step)
             dist.barrier()  # as gradients do
-    raise AssertionError("nobody ended this training")
+    raise AssertionError("this training was not ended")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def _raise_on_one(run: Path, mode: Mode, failing: int) -> tuple[str, bool]:
                 checkpointer.wait()
                 set_patience(checkpointer, SILENCE_SECONDS)
             checkpointer.save(step)
-    raise AssertionError("nobody ended this training")
+    raise AssertionError("this training was not ended")
 
 
 @pytest.mark.parametrize(("mode", "failing"), [("overlap", 0), ("sync", 1)])
@@ -148,7 +148,7 @@ def test_the_others_learn_which_rank_has_left_out_the_last_save(tmp_path: Path) 
 
 
 def _end_at_once(run: Path) -> None:
-    """The interpreter ends while a save is under way; nobody waits for it, nobody closes anything."""
+    """The interpreter ends while a save is under way; the script neither waits nor closes anything."""
     from everystep.store.commit.shard_writer import ShardWriter
 
     write = ShardWriter.write

@@ -214,7 +214,7 @@ def test_a_volume_that_is_not_there(tmp_path: Path, volumes: list[Path]) -> None
 
 
 def test_one_that_is_replaced_outside_of_a_run(tmp_path: Path, volumes: list[Path]) -> None:
-    """Its shards go with it, and nobody else's."""
+    """Its shards go with it, and no others."""
     options = everystep.Options(volumes=[volumes[0]])
     run = tmp_path / "run"
     with everystep.Checkpointer(run, {"w": np.ones(3)}, mode="sync", options=options) as checkpointer:
@@ -406,7 +406,7 @@ def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]
 
 
 def test_ranks_that_do_not_share_the_directory(tmp_path: Path) -> None:
-    """Nobody is told that it is durable."""
+    """No rank reports it durable."""
     other = tmp_path / "other"
     other.mkdir()
     found = values(launch(2, _save_without_a_shared_directory, tmp_path / "model", other))

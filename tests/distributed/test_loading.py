@@ -227,7 +227,7 @@ def _stages(path: str) -> dict[str, Any]:
         _check(rank.load(into, verify=False), state, _names(number))
     found["stages"] = sum(sizes)
 
-    # A leaf that nobody has a place for.
+    # A leaf that no rank has a place for.
     into = _zeros(state)
     del into["model"]["odd"]
     with pytest.raises(StateMismatch) as caught:
@@ -311,7 +311,7 @@ def test_layouts_are_bit_exact_and_read_once_per_node(saved: str) -> None:
     assert total <= sum(item["columns"] for item in found) <= 2 * total
     assert sum(item["two nodes"] for item in found[:2]) == total
     assert sum(item["two nodes"] for item in found[2:]) == total
-    # Nobody reads it all for the others.
+    # No rank reads it all for the others.
     assert max(item["ddp"] for item in found) < 0.4 * total
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.race
 
 
 def _wait_for(other: int, word: str) -> None:
-    """Until rank `other` has said that word; nobody else waits."""
+    """Until rank `other` has said that word; no other rank waits."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 

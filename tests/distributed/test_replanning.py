@@ -1,4 +1,4 @@
-"""Leaves come, go and change on any rank while a training runs: all plan anew, and each save is whole."""
+"""Leaves come, go and change on any rank while a training runs: all replan, and each save is whole."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _values_change(run: Path) -> tuple[list[int], Any]:
     with everystep.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
         for step in range(1, 6):
             plans.append(0)
-            state["losses"].append(0.5)  # on all ranks: no reason to plan anew
+            state["losses"].append(0.5)  # on all ranks: no reason to replan
             if step == 3 and dist.get_rank() == 2:
                 state["deep"]["inside"]["late"] = 7
             checkpointer.save(step)

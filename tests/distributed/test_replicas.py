@@ -127,7 +127,7 @@ def _all_checks() -> list[tuple[str, str | None, tuple[int, ...]] | None]:
         _checked(transport, {2: {"everywhere": 77}}),
         _checked(transport, {0: {"bias": 0}}),
         _checked(transport, {1: {"hybrid": -1}, 3: {"pair": 0}}),
-        _checked(transport, {2: {"sharded": 0, "alone": 0}}),  # nobody has a copy of these
+        _checked(transport, {2: {"sharded": 0, "alone": 0}}),  # no other rank has a copy of these
         _checked(transport, {2: {"bias": 1}, 3: {"bias": 1}}),
         _checked(transport, {0: {"bias": 0}, 1: {"bias": 1}, 2: {"bias": 2}}),
     ]

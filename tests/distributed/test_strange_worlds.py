@@ -1,7 +1,7 @@
 """Worlds that meet others, or change under an open Checkpointer: nothing is lost, mixed up or waited for.
 
 Ranks that are stopped and go on later, two worlds on one run, worlds of other sizes one after the other,
-process groups made anew, Checkpointers side by side, and nodes whose link is cut.
+new process groups, Checkpointers side by side, and nodes whose link is cut.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_a_short_save_is_hit_by_its_own_calls_and_a_long_one_also_by_the_clock()
     assert all(how_to_kill(aim, SHORT)[1] is not None for aim in saves)
     found = {how_to_kill(aim, profile(save_seconds=2.0))[1] is None for aim in saves}
     assert found == {True, False}
-    # Behind a launcher nobody kills itself.
+    # Behind a launcher no rank kills itself.
     assert all(how_to_kill(aim, profile(own_process=False))[1] is None for aim in saves)
 
 
@@ -193,7 +193,7 @@ def test_what_must_survive_a_kill() -> None:
     assert activity(*FIRST[:4]).due == 5
     assert activity(*FIRST).due == 5
     assert activity(*FIRST).completed == 6
-    # One save at a time: that of step 7 has begun, so that of step 6 has ended, whoever noticed it.
+    # One save at a time: that of step 7 has begun, so that of step 6 has ended.
     assert activity(*FIRST, ("completed", 7), ("saving", 7)).due == 6
 
 
@@ -516,7 +516,7 @@ def test_the_kill_of_an_earlier_start_is_not_handed_on(
 
 
 def alive(pid: int) -> bool:
-    """A killed process that nobody has reaped yet is not."""
+    """A killed process that is not reaped yet is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

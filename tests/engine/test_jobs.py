@@ -195,7 +195,7 @@ def test_a_write_tells_how_far_it_is_while_it_is_waited_for(backend: Backend, tm
     def progress(done: int) -> None:
         told.append(done)
         if done:
-            goes_on.set()  # so the job ends only after it was told of
+            goes_on.set()  # so the job ends only after the callback saw it
 
     pieces = [WritePiece(0, Produced(8 << 20, fill))]
     with engine.write(tmp_path / "f", 8 << 20, pieces, tuning=small_windows(backend)) as job:

@@ -81,7 +81,7 @@ heard, told = os.pipe()
 assert ctypes.CDLL(None, use_errno=True).unshare(0x2000_0000) == 0  # CLONE_NEWPID
 def init():
     in_child(first)
-    while True:  # whoever is left behind becomes its child, and is buried here
+    while True:  # a process that is left behind becomes its child, and is reaped here
         try:
             os.wait()
         except ChildProcessError:

@@ -221,7 +221,7 @@ def test_a_consumer_gets_every_byte_once_and_in_order(backend: Backend, tmp_path
 
 
 def test_a_file_of_any_length_can_be_read_to_its_end(backend: Backend, tmp_path: Path) -> None:
-    """Direct reads want whole blocks; somebody else's file need not have them."""
+    """Direct reads want whole blocks; a file of another program need not have them."""
     data = random_bytes(3 * CHUNK_NBYTES + 1234, 3)
     data.tofile(tmp_path / "f")
     out = np.zeros_like(data)

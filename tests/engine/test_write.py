@@ -285,7 +285,7 @@ def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, window: int, depth:
     with pytest.raises(ValueError, match="tuning"):
         Tuning("buffered", window, depth)
     native = importlib.import_module("everystep._native")
-    # The native side trusts nobody; a number that it cannot even hold is another error.
+    # The native side checks what it is given; a number that it cannot even hold is another error.
     pieces = native.Pieces()
     pieces.memory(PAGE, PAGE, 0)
     with pytest.raises((ValueError, TypeError), match=r"tuning|incompatible"):

@@ -1,4 +1,4 @@
-"""Attacks on the parsers. Every file here carries a right digest: it was made by somebody who means harm.
+"""Attacks on the parsers. Every file here carries a right digest: an attacker made it.
 
 Each must be refused with `CorruptCheckpoint`, naming the file, in bounded time and memory.
 """

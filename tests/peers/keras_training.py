@@ -246,7 +246,7 @@ def faults(folder: str) -> None:
         warnings.simplefilter("error", RuntimeWarning)
         assert small(f"{folder}/whole", model_of(), epochs=3)._step == 15
 
-    # Weights, and variables of an optimizer, that nobody has named. Keras counts them through the process.
+    # Weights, and variables of an optimizer, that have no given names. Keras counts them through the process.
     unnamed = EverystepCallback(f"{folder}/unnamed")
     x = np.ones((20, 8), "float32")
     for epochs in (1, 2):

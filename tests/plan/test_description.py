@@ -1,4 +1,4 @@
-"""A plan as bytes: what comes back plans the same, and what nobody wrote is refused."""
+"""A plan as bytes: what comes back plans the same, and what no planner wrote is refused."""
 
 from __future__ import annotations
 

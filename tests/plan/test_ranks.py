@@ -205,7 +205,7 @@ def test_a_leaf_without_rows_is_cut_at_blocks() -> None:
 def test_the_same_description_gives_the_same_plan(plan: WritePlan) -> None:
     again = WritePlan(plan.leaves, plan.topology, block_nbytes=100)
     other = WritePlan(list(plan.leaves), plan.topology, block_nbytes=100)
-    # Whoever asks for other ranks first gets the same answers.
+    # Asking for other ranks first gives the same answers.
     ranks = range(plan.topology.world)
     assert [again.fragments(rank) for rank in ranks] == [other.fragments(rank) for rank in reversed(ranks)][
         ::-1

@@ -146,7 +146,7 @@ def test_fragments_that_say_the_same_twice_are_damage() -> None:
     with pytest.raises(CorruptCheckpoint, match=r"ranks 1, 2") as caught:
         plan_reads(index, [want(Box((0,), (10,)))])
     assert caught.value.leaf == "leaf"
-    # Nobody who wants other elements has to care.
+    # A reader of other elements does not notice.
     assert not plan_reads(index, [want(Box((0,), (5,)))]).missing
 
 

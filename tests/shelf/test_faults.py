@@ -229,7 +229,7 @@ def test_flipped_bits_are_never_silent(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::everystep.ShelfWarning")
 def test_hostile_files_with_right_checksums_are_bounded_and_run_nothing(path: Path) -> None:
-    """Whoever writes the file can also write the checksums."""
+    """An attacker who writes the file can also write the checksums."""
     from everystep.engine import xxh3_64
 
     path.unlink()

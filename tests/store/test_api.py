@@ -443,7 +443,7 @@ def test_a_pattern_that_matches_nothing_is_a_mistake(selectable: Path) -> None:
 
 
 def test_only_selected_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not selected may be damaged, and nobody notices."""
+    """What is not selected may be damaged, and the load does not notice."""
     everystep.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
     with open_newest(tmp_path / "c") as opened:
         offsets = {leaf.name: leaf.fragments[0].offset for leaf in opened._parts.root.part.leaves}

@@ -50,7 +50,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once: nobody changes it."""
+    """Made once: no test changes it."""
     folder = tmp_path_factory.mktemp("written")
     for name, (_, write) in WRITERS.items():
         write(folder / name)

@@ -65,7 +65,7 @@ BOMBS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(scope="module")
 def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once: nobody changes it."""
+    """Made once: no test changes it."""
     folder = tmp_path_factory.mktemp("bombs")
     for name, write in BOMBS.items():
         write(folder / name)

@@ -1,4 +1,4 @@
-"""The page as a file, and its server: nothing gets out of its text, and nobody else gets in."""
+"""The page as a file, and its server: nothing gets out of its text, and no other user gets in."""
 
 from __future__ import annotations
 

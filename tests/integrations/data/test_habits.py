@@ -303,7 +303,7 @@ def test_an_epoch_set_by_hand_is_not_skipped() -> None:
 @pytest.mark.parametrize("habit", [exhausting, counting, breaking, zipping, slicing])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_torchdata_delivers_as_many_batches_in_every_pass(habit: Habit, drop_last: bool) -> None:
-    """Where the two mean the same: not after a loop that was left early, which torchdata begins anew."""
+    """Where the two mean the same: not after a loop that was left early, which torchdata starts again."""
     made = pytest.importorskip("torchdata.stateful_dataloader")
 
     def passes(loader: Any, again: Any) -> list[Any]:

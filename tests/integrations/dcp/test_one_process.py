@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Made once: nobody changes it."""
+    """Made once: no test changes it."""
     state, path = everything(), tmp_path_factory.mktemp("dcp") / "run" / "step-000000000042"
     save(state, path)
     return state, path

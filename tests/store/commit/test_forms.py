@@ -61,7 +61,7 @@ def test_the_directory_of_a_spare_of_ours_is_not_synced_again(tmp_path: Path) ->
 
 @pytest.mark.parametrize("why", ["strangers", "another process"])
 def test_a_directory_of_which_we_are_not_sure_is_synced(tmp_path: Path, why: str) -> None:
-    """Something was removed from it just now; or somebody else made it, and may not have synced it."""
+    """Something was removed from it just now; or another program made it, and may not have synced it."""
     state = {"w": np.zeros(SMALL)}
     with Checkpointer(tmp_path, state, keep=Keep(last=3), mode="sync") as checkpointer:
         for step in range(3):

@@ -59,7 +59,7 @@ def _different_purposes(timeout):
     purpose = "save to /here" if dist.get_rank() == 0 else "Checkpointer /there"
     with said_together():
         found = _failure(purpose, timeout)
-    dist.barrier()  # until all have told where the others are, nobody is elsewhere
+    dist.barrier()  # until all have said where the others are, none is elsewhere
     transport = _join("long " * 10_000)
     return found, _works(transport)
 
@@ -89,7 +89,7 @@ def _misses(timeout):
     for absent in (2, 0, 1):
         others = [other for other in range(3) if other != absent]
         if rank != absent:
-            # Who waits for one that is there has time: it is the coordinator that gives up, or nobody.
+            # Who waits for one that is there has time: only the coordinator gives up.
             in_vain = rank == 0 or absent == 0
             rendezvous.GRACE_SECONDS = 0.1 if in_vain else PATIENCE_SECONDS
             with expecting(*others):
@@ -110,7 +110,7 @@ def test_a_rank_that_missed_a_meeting_finds_the_next():
 
 
 def _give_up():
-    """The coordinator is interrupted while it waits for somebody."""
+    """The coordinator is interrupted while it waits for a rank."""
     if dist.get_rank() == 0:
         collect = MessageStore.collect
 
@@ -167,7 +167,7 @@ def test_a_coordinator_that_dies_in_a_meeting_is_noticed(store, timeout, expecte
 
 
 def _again_and_again(turns, removes):
-    """Whoever is first comes again before the others have left: it must not find the old meeting."""
+    """The first rank comes again before the others have left: it must not find the old meeting."""
     rank = dist.get_rank()
     if not removes:
         MessageStore.forget = lambda self, keys: False

@@ -1,4 +1,4 @@
-"""What is wanted in common: found from what ranks tell, not relied on where somebody wants it otherwise."""
+"""What ranks want in common: found from what each wants, not relied on where a rank wants it otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teams of real processes: what they tell, agree on and exchange, and what happens when somebody is gone."""
+"""Transports of real processes: what they send, agree on and exchange, and what happens without a rank."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _die_after_the_meeting(victim, timeout):
     if transport.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     if victim == 0:
-        transport_module.GRACE_SECONDS = 0.1  # nobody there whose word is worth waiting for
+        transport_module.GRACE_SECONDS = 0.1  # no rank there whose word is worth waiting for
     elif transport.rank == 2:
         timeout = PATIENCE_SECONDS  # the coordinator tells
     with expecting(2):

@@ -74,7 +74,7 @@ def test_a_flipped_byte_anywhere_is_found_and_its_file_named(path: Path, name: s
         assert not report.intact, at
         assert {problem.file for problem in report.problems} == {str(file)}, at
         where = damage_met(path)
-        # The header of a shard, and its padding, are nobody's data.
+        # The header of a shard, and its padding, belong to no leaf.
         assert where == str(file) or (where is None and name.endswith(".safetensors"))
     file.write_bytes(good)
     assert everystep.verify(path).intact

@@ -82,7 +82,7 @@ class File:
 
 
 def tearing(rng: random.Random) -> Callable[[File], bytes]:
-    """Loses a random part of what is pending; each call of the result draws anew."""
+    """Loses a random part of what is pending; each call of the result draws again."""
 
     def torn(file: File) -> bytes:
         if not file.pending:

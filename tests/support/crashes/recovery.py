@@ -41,7 +41,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """The test is about to damage this checkpoint: it may still be found, but nobody can ask for it."""
+    """The test is about to damage this checkpoint: it may still be found, but no promise covers it."""
 
     step: int
 

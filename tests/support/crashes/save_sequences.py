@@ -77,7 +77,7 @@ def _saves(root: Path, options: everystep.Options, saves: list[tuple[int, int]])
 
 
 def after_damage(root: Path, options: everystep.Options) -> Recording:
-    """The newest checkpoint turns out damaged; training falls back, and saves that step and others anew."""
+    """The newest checkpoint turns out damaged; training falls back, and saves that step and others again."""
     recording = Recording(root)
     checkpointer = open_run(recording, None, options)
     for step in (1, 2, 3):
@@ -96,7 +96,7 @@ def after_damage(root: Path, options: everystep.Options) -> Recording:
 
 
 def going_back(root: Path, options: everystep.Options) -> Recording:
-    """Training goes back two steps; the first of them is saved anew, and one that it had not come to."""
+    """Training goes back two steps; the first is saved again, and then one that it had not come to."""
     recording = Recording(root)
     checkpointer = open_run(recording, None, options, everystep.Keep(last=3))
     for step in (1, 2, 3, 4):

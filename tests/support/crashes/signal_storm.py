@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Struck(BaseException):
-    """As `KeyboardInterrupt`, but nobody else's."""
+    """As `KeyboardInterrupt`, but only this test raises it."""
 
 
 class Storm:

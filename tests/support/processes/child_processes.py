@@ -41,7 +41,7 @@ class Pipe:
         return bool(select.select([self.reader], [], [], 0)[0])
 
     def drain(self) -> list[Any]:
-        """All messages that are there once nobody can write any more."""
+        """All messages that are there once all writers have closed."""
         found = []
         with contextlib.suppress(EOFError):
             while True:

@@ -1,4 +1,4 @@
-"""Memory that changes while somebody reads it."""
+"""Memory that changes while it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs to be shown on a page: a small real one, and long logs and wide states that nobody trained."""
+"""Runs to be shown on a page: a small real one, and long logs and wide states that come from no training."""
 
 from __future__ import annotations
 

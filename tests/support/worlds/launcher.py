@@ -58,7 +58,7 @@ _PRELOADED = (
 )
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
-    # torch looks up the names of its peers, and all clients of a store wait while it does: ask nobody.
+    # torch looks up the names of its peers, and all clients of a store wait while it does: no lookups.
     "RES_OPTIONS": "attempts:0",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",

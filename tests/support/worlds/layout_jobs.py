@@ -150,7 +150,7 @@ def _large_truth(number: int, side: int) -> torch.Tensor:
 def _load_large(path: str, kind: str, side: int) -> Loaded:
     with _large(kind, side, filled=False) as state:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status("VmRSS")
         with counted_reads() as sizes, _checkpointer(path, state) as checkpointer:
             assert checkpointer.restore() == 1

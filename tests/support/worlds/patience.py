@@ -1,4 +1,4 @@
-"""Short time-outs for ranks that do not come, and for nobody else.
+"""Short time-outs for ranks that do not come, and only for these.
 
 Where a test is about silence, a rank that the machine has not let run for some seconds must not be taken for
 a silent one. So the time of the silent begins when everybody else has come: on events, not on luck. All of
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.2
 
 @contextmanager
 def expecting(*ranks: int) -> Iterator[None]:
-    """Whoever collects messages of several ranks waits for these first, and only then begins to count."""
+    """A rank that collects messages of several ranks waits for these first, and only then begins to count."""
     collect = MessageStore.collect
     known = {str(rank) for rank in ranks}
 

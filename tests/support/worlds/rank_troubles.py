@@ -168,7 +168,7 @@ def disagreeing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             here.checkpointer._group.shares.forget()
             unsupported(1)()
 
-        here.trouble("unsupported on 1, planned anew", unsupported_at_first)
+        here.trouble("unsupported on 1, replanned", unsupported_at_first)
 
         def another_value() -> None:
             here.state["lr"] = 0.5 if here.rank == 1 else 0.25
@@ -199,7 +199,7 @@ IN_VAIN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     # Who waits in vain, and for whom not: only the first can run out of time.
     "1 skips": ((0,), (2,)),
     "0 skips": ((1, 2), ()),
-    "2 skips, planned anew": ((0,), (1,)),
+    "2 skips, replanned": ((0,), (1,)),
     "1 ahead": ((1,), (0,)),
     "1 behind": ((0,), (2,)),
     "0 ahead": ((0,), ()),
@@ -250,7 +250,7 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
         acts = {
             "1 skips": skips(1),
             "0 skips": skips(0),
-            "2 skips, planned anew": planned_without,
+            "2 skips, replanned": planned_without,
             "1 ahead": ahead(1),
             "1 behind": behind(1),
             "0 ahead": ahead(0),

@@ -43,7 +43,7 @@ def run(ranks: int, example: str, *arguments: object) -> list[str]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL for the agent and all ranks at once: nobody has time to say anything. All are gone then."""
+    """SIGKILL for the agent and all ranks at once: none has time to say anything. All are gone then."""
     ranks = []
     for pid in children(process.pid) if process.poll() is None else []:
         with suppress(ProcessLookupError):  # it has ended meanwhile
