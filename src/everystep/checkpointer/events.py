@@ -24,8 +24,8 @@ from everystep.engine import forks, fs
 from everystep.engine.fs import OpenDirectory
 from everystep.format.manifest import spell_metrics
 from everystep.paths import local_path
-from everystep.store.os_errors import reading
 from everystep.store.read.listing import no_run
+from everystep.store.read.read_errors import reading
 
 EVENTS_NAME = "events.jsonl"
 OLDER_NAME = "events.1.jsonl"

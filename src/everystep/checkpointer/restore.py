@@ -38,12 +38,12 @@ from everystep.state.node import NAMELESS, pairs_of, shorten
 from everystep.state.targets import MAPPINGS, is_array
 from everystep.state.torch_objects import is_stateful
 from everystep.store import RankGroup, list_steps
-from everystep.store.os_errors import shows_damage
 from everystep.store.ranks.consensus import all_or_none
 from everystep.store.ranks.open_together import open_newest_together, open_together
 from everystep.store.ranks.shared_load import load_together
 from everystep.store.ranks.transport import Transport
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint, open_newest
+from everystep.store.read.read_errors import shows_damage
 
 _SHOWN = 12
 

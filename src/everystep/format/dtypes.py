@@ -180,4 +180,4 @@ def is_beyond_arrays(name: str, shape: Iterable[int]) -> bool:
     Zeros are left out, also an element's size of zero: numpy makes no empty array whose other dimensions are
     beyond all memory.
     """
-    return max(itemsize(name), 1) * math.prod(n for n in shape if n) > MAX_INT
+    return max(itemsize(name), 1) * math.prod([n for n in shape if n]) > MAX_INT

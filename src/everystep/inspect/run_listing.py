@@ -11,11 +11,11 @@ from everystep.checkpointer.events import EVENTS_NAME
 from everystep.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
 from everystep.store import is_checkpoint, list_steps, locate, resolve, step_name
 from everystep.store.names import is_step_name
-from everystep.store.os_errors import reading
 from everystep.store.read import foreign
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from everystep.store.read.listing import inner_checkpoints, natural_order, no_run
 from everystep.store.read.open import require_reachable
+from everystep.store.read.read_errors import reading
 from everystep.store.read.verify import visible_damage
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")

@@ -20,8 +20,8 @@ from everystep.paths import local_path
 from everystep.store import Options, is_checkpoint
 from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import reading_tuning
-from everystep.store.os_errors import saving
 from everystep.store.read.checkpoint import Checkpoint, open_newest
+from everystep.store.save_errors import saving
 from everystep.store.stream.progress import Progress, no_progress
 from everystep.store.stream.safetensors_writer import FileEntry, SafetensorsFile
 

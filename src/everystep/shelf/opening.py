@@ -18,7 +18,7 @@ from everystep.errors import (
     UnsupportedShelf,
 )
 from everystep.shelf import creation
-from everystep.store.os_errors import save_failed
+from everystep.store.save_errors import save_failed
 
 DEFAULT_SIZE = 64 << 20
 

@@ -46,7 +46,7 @@ from everystep.shelf.naming import require_attribute, to_key
 from everystep.shelf.opening import open_core
 from everystep.shelf.sizes import to_nbytes
 from everystep.shelf.usage import ShelfWarning, Usage
-from everystep.store.os_errors import read_error
+from everystep.store.read.read_errors import read_error
 
 _S = TypeVar("_S", bound="Shelf")
 

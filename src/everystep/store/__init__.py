@@ -9,7 +9,9 @@
 | `api` | the calls that users know: `save`, `load`, `open` |
 | `run` | a run as its one writer sees it: recovery, retirement, recycling |
 | `options` | how to write |
-| `names`, `locks`, `os_errors` | names of files; locks on directories; typed errors for failed system calls |
+| `names`, `locks` | names of files; locks on directories |
+| `metrics` | metrics as plain numbers |
+| `save_errors` | typed errors for saves whose system calls failed |
 
 `read` never imports `commit` or `ranks`, and `commit` never imports `ranks`.
 """

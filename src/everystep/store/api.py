@@ -19,7 +19,6 @@ from everystep.store.commit.transaction import Target
 from everystep.store.metrics import plain_metrics
 from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import Options, checked_options, reading_tuning
-from everystep.store.os_errors import saving
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.errors import failing_the_save
 from everystep.store.ranks.group import ProcessGroup, RankGroup, join_group, leaving
@@ -30,6 +29,7 @@ from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.read.foreign import renaming
 from everystep.store.read.references import is_reference
 from everystep.store.read.restoring import refuse_fresh
+from everystep.store.save_errors import saving
 
 _DEFAULT = Options().tuning()
 

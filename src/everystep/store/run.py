@@ -19,7 +19,7 @@ from everystep.store.commit.transaction import Spare, Target
 from everystep.store.commit.volumes import Ledger
 from everystep.store.locks import RunLock, require_current, try_lock_directory
 from everystep.store.names import PARTIAL, RETIRED, is_leftover, step_name
-from everystep.store.os_errors import save_failed, saving
+from everystep.store.save_errors import save_failed, saving
 
 SPARE_NOW_NBYTES = 4 << 20
 """A retired checkpoint of this size is worth a sync of its own to become a spare at once; a smaller one waits

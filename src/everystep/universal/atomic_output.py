@@ -23,7 +23,7 @@ from everystep.errors import CheckpointExists, Locked
 from everystep.store.api import make_parent
 from everystep.store.locks import try_lock_directory
 from everystep.store.names import PARTIAL
-from everystep.store.os_errors import saving
+from everystep.store.save_errors import saving
 
 _ATTEMPTS = 4
 

@@ -25,12 +25,12 @@ from everystep.format.geometry import whole
 from everystep.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
 from everystep.format.validate import is_own_name
 from everystep.state.node import unmatched
-from everystep.store.os_errors import reading
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
 from everystep.store.read.leaf_reader import LeafReader
 from everystep.store.read.listing import natural_order
 from everystep.store.read.parts import Parts
+from everystep.store.read.read_errors import reading
 from everystep.store.read.requests import BoxRequest
 from everystep.store.read.shard_reader import ShardReader, VerifyProblem
 from everystep.universal.inflation import refuse_bomb

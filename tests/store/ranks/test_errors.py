@@ -17,8 +17,8 @@ from everystep.errors import (
     ReadFailed,
     StateMismatch,
 )
-from everystep.store.os_errors import read_error, shows_damage
 from everystep.store.ranks.errors import RankError, raise_worst
+from everystep.store.read.read_errors import read_error, shows_damage
 
 
 def _raised(*errors: Exception | None) -> list[Exception | None]:

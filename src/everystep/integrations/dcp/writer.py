@@ -50,7 +50,7 @@ from everystep.store.commit.shard_writer import Description, ShardLocation, Shar
 from everystep.store.commit.transaction import refuse_existing
 from everystep.store.metrics import plain_metrics
 from everystep.store.options import Options
-from everystep.store.os_errors import saving
+from everystep.store.save_errors import saving
 from everystep.universal.dcp.record import Properties, Record, compose, leaf_node
 from everystep.universal.dcp.values import NotPlain, value_of
 

@@ -41,7 +41,7 @@ from everystep.errors import CheckpointExists, Locked
 from everystep.store.commit.existing_directory import carry_over, found_at, link_into, take_back
 from everystep.store.locks import LOCK_SECONDS, require_current, share_directory, try_lock_directory
 from everystep.store.names import MANIFEST, PARTIAL, is_checkpoint_file
-from everystep.store.os_errors import saving
+from everystep.store.save_errors import saving
 
 _ATTEMPTS = 4
 """To make a directory whose name others take and give back meanwhile."""

@@ -40,8 +40,8 @@ from everystep.store.names import (
     is_step_name,
     sendable,
 )
-from everystep.store.os_errors import saving
 from everystep.store.read.checkpoint import open_checkpoint
+from everystep.store.save_errors import saving
 
 _PROBE_NBYTES = 16 << 20
 _MAX_LEDGER_NBYTES = 64 << 20

@@ -48,7 +48,7 @@ from everystep.store.commit.transaction import Target, Transaction
 from everystep.store.commit.volumes import Ledger
 from everystep.store.locks import path_to_read
 from everystep.store.names import MANIFEST, SAVE_MARK
-from everystep.store.os_errors import save_failed
+from everystep.store.save_errors import save_failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from everystep.errors import (
     as_save_failure,
 )
 from everystep.store.names import sendable
-from everystep.store.os_errors import read_error, shows_damage
+from everystep.store.read.read_errors import read_error, shows_damage
 
 
 class AnotherCheckpoint(CorruptCheckpoint):

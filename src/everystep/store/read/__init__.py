@@ -6,6 +6,7 @@
 | `references` | short names of a run's checkpoints, such as ``RUN@30`` |
 | `open` | which checkpoint a path means, and its manifest |
 | `foreign` | checkpoints of other systems, by names of modules of a layer above |
+| `read_errors` | typed errors for reads that failed, and retries |
 | `file_access` | how the files of an open checkpoint are reached |
 | `reader_lock` | a reader's lock: no writer overwrites what it reads |
 | `parts` | what the manifest says: parts, leaves, tree, values |

@@ -248,7 +248,7 @@ def open_uncommitted(path: str, tuning: Tuning = READING) -> Checkpoint:
 
 
 def _opened(path: str, hold: FileAccess, root: Root, tuning: Tuning) -> Checkpoint:
-    embedded = any(file.header_xxh3 == EMBEDDED for file in root.part.files)
+    embedded = EMBEDDED in [file.header_xxh3 for file in root.part.files]
     parts = Parts(root, hold, os.path.join(path, SHARD if embedded else MANIFEST))
     return Checkpoint(LeafReader(parts, hold, tuning))
 

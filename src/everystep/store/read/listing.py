@@ -8,7 +8,7 @@ import re
 
 from everystep.errors import CheckpointNotFound, ReadFailed
 from everystep.store.names import MANIFEST, PARTIAL, RETIRED, SHARD, is_step_name, step_of
-from everystep.store.os_errors import patiently, reading
+from everystep.store.read.read_errors import patiently, reading
 
 _PEEK_NBYTES = 4096
 _FORMAT = b'"everystep/'
@@ -49,7 +49,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 def is_checkpoint(directory: str) -> bool:
     """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
-    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
+    return os.path.exists(f"{directory}/{MANIFEST}") or os.path.exists(f"{directory}/{SHARD}")
 
 
 def inner_checkpoints(directory: str) -> list[str]:

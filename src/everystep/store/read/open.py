@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from everystep.errors import (
@@ -27,9 +28,9 @@ from everystep.store.names import (
     is_step_name,
     step_name,
 )
-from everystep.store.os_errors import open_stored, patiently, read_up_to, reading
 from everystep.store.read import foreign
 from everystep.store.read.listing import inner_checkpoints, is_checkpoint, list_steps, runs_in
+from everystep.store.read.read_errors import open_stored, patiently, read_up_to, reading
 from everystep.store.read.reader_lock import ReaderLock
 from everystep.store.read.references import locate
 
@@ -125,7 +126,7 @@ def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
 
 def hold_checkpoint(path: str) -> tuple[ReaderLock, Root]:
     """Holds a checkpoint and reads its manifest. Tries again if it is being replaced."""
-    return patiently(lambda: _open(path))
+    return patiently(partial(_open, path))
 
 
 def hold_uncommitted(path: str) -> tuple[ReaderLock, Root]:
@@ -170,13 +171,16 @@ def _to_pin(root: Root) -> Iterator[str]:
 def _read_root(directory: str, path: str) -> Root:
     """The manifest of the checkpoint at `path`: a file by itself, or else in the header of its only shard."""
     where = os.path.join(path, MANIFEST)
-    try:
-        with reading(where), open_stored(os.path.join(directory, MANIFEST), where) as file:
-            data = read_up_to(file, min(os.fstat(file.fileno()).st_size, MAX_ROOT_NBYTES) + 1)
-    except OSError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return _read_embedded(directory, path)
-        raise
+    with reading(where):
+        try:
+            opened = open_stored(f"{directory}/{MANIFEST}", where)
+        except FileNotFoundError:
+            opened = None
+        if opened is not None:
+            with opened as file:
+                data = read_up_to(file, min(os.fstat(file.fileno()).st_size, MAX_ROOT_NBYTES) + 1)
+    if opened is None:
+        return _read_embedded(directory, path)
     root = decode_root(data, where)
     _refuse_second_manifest(directory, path)
     return root
@@ -184,16 +188,16 @@ def _read_root(directory: str, path: str) -> Root:
 
 def _read_embedded(directory: str, path: str) -> Root:
     where = os.path.join(path, SHARD)
-    try:
-        with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:
+    with reading(where):
+        try:
+            opened = open_stored(f"{directory}/{SHARD}", where)
+        except FileNotFoundError as error:
+            missing = os.path.join(path, MANIFEST)
+            raise IncompleteCheckpoint("the manifest is missing", path=missing) from error
+        with opened as file:
             nbytes = os.fstat(file.fileno()).st_size
             header = file.read(PEEK_NBYTES)
             header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
-    except OSError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            missing = os.path.join(path, MANIFEST)
-            raise IncompleteCheckpoint("the manifest is missing", path=missing) from error
-        raise
     return extract_root(header, nbytes, where)
 
 

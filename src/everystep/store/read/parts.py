@@ -28,8 +28,8 @@ from everystep.plan.ranks import WritePlan
 from everystep.state import Framework, LeafMeta, Node, leaf_names, values
 from everystep.state.merging import merge_trees
 from everystep.state.select import with_keys
-from everystep.store.os_errors import open_stored, patiently, read_up_to, reading
 from everystep.store.read.file_access import FileAccess
+from everystep.store.read.read_errors import open_stored, patiently, read_up_to, reading
 
 _MAX_PINNED = 128
 """Parts whose shards stay within reach even if the checkpoint is replaced: each takes a file descriptor."""
@@ -65,6 +65,8 @@ class Parts:
         self.manifest_path = manifest_path
         self._hold = hold
         self._entries: Collection[str] | None = None
+        # Whether there is one part, which was found to have all that the tree refers to.
+        self._alone = root.world == 1 and not root.layout
         self._refs = {ref.rank: ref for ref in root.parts}
         self._known: dict[int, Part] = {0: root.part}
         self._by_name: dict[int, dict[str, Leaf]] = {}
@@ -97,12 +99,7 @@ class Parts:
     @functools.cached_property
     def stored_whole(self) -> bool:
         """Whether one process wrote all to its own directory, every leaf in one piece."""
-        return self._alone and all(len(leaf.fragments) == 1 for leaf in self.root.part.leaves)
-
-    @property
-    def _alone(self) -> bool:
-        """Whether the one part has been found to have all that the tree refers to."""
-        return self.root.world == 1 and not self.root.layout
+        return self._alone and {len(leaf.fragments) for leaf in self.root.part.leaves} <= {1}
 
     @functools.cached_property
     def layout(self) -> WritePlan | None:
@@ -155,9 +152,9 @@ class Parts:
 
     def local_metas(self, rank: int) -> dict[str, LeafMeta]:
         """The leaves that belong to one rank alone; none if it did not take part."""
-        if rank not in self or not self[rank].local:
+        part = self._part_with_own(rank)
+        if part is None:
             return {}
-        part = self[rank]
         return {
             leaf.name: LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)
             for leaf in part.leaves
@@ -166,7 +163,7 @@ class Parts:
 
     @functools.cached_property
     def _with_trees(self) -> list[Part]:
-        found = [self[rank] for rank in (0, *self.root.trees)]
+        found = [self.root.part, *(self[rank] for rank in self.root.trees)]
         for part in found[1:]:
             if part.tree is None:
                 reason = f"the part of rank {part.rank} has no tree, where the root says it has"
@@ -211,14 +208,20 @@ class Parts:
 
     def local_aliases(self, rank: int) -> dict[str, str]:
         """Further names of the leaves of one rank."""
-        if rank not in self or not self[rank].local:
+        part = self._part_with_own(rank)
+        if part is None:
             return {}
-        part = self[rank]
         return {alias.name: alias.of for alias in part.aliases if is_local(part, alias.name)}
 
     def local(self, rank: int) -> dict[str, Node]:
         """The trees of what belongs to one rank alone, by place; none when there was no such rank."""
-        return dict(self[rank].local) if rank in self else {}
+        part = self._part_with_own(rank)
+        return {} if part is None else dict(part.local)
+
+    def _part_with_own(self, rank: int) -> Part | None:
+        """The part of a rank that has state of its own; None if there is none."""
+        part = self.root.part if rank == 0 else self[rank] if rank in self._refs else None
+        return None if part is None or not part.local else part
 
     def metas_for(self, rank: int) -> dict[str, LeafMeta]:
         """The leaves that a rank can restore: those of all, and its own."""
@@ -275,9 +278,14 @@ class Parts:
 
     def names_for(self, rank: int) -> list[str]:
         """The names of all leaves that a rank can load, tied ones included."""
-        own = {**self.local_metas(rank), **self.local_aliases(rank)}
         shared = self.metas if not self.stored_whole else self.leaves_of(0)
-        return list(dict.fromkeys([*shared, *self.aliases, *own]))
+        return list(dict.fromkeys([*shared, *self.aliases, *self.own_names(rank)]))
+
+    def own_names(self, rank: int) -> list[str]:
+        """The names of the leaves that belong to one rank alone, tied ones included."""
+        if self._part_with_own(rank) is None:
+            return []
+        return [*self.local_metas(rank), *self.local_aliases(rank)]
 
     def leaves_of(self, rank: int) -> dict[str, Leaf]:
         """What a part says of each of its leaves."""

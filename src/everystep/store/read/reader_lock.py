@@ -10,7 +10,7 @@ from everystep.engine import fs
 from everystep.engine.fs import OpenDirectory
 from everystep.errors import CheckpointClosed, CheckpointNotFound
 from everystep.store.locks import LOCK_SECONDS, share_directory
-from everystep.store.os_errors import reading
+from everystep.store.read.read_errors import read_failed, reading
 
 _LEFT = 64
 """Descriptors that nothing is kept with. A new one gets the lowest number that is free."""
@@ -40,11 +40,12 @@ class ReaderLock:
         """Whether the path still leads here: nothing has been replaced, retired or removed so far."""
         if self._held is None:
             return False
-        with reading(self.path):
-            try:
-                return os.path.samestat(os.fstat(self._held.fileno()), os.stat(self.path))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        try:
+            return os.path.samestat(os.fstat(self._held.fileno()), os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise read_failed(error, self.path) from error
 
     def require_current(self) -> None:
         """By who misses a file: raises, unless it is missing from what is at the path."""

@@ -12,8 +12,8 @@ import re
 from everystep.errors import CheckpointNotFound
 from everystep.paths import local_path
 from everystep.store.names import step_name
-from everystep.store.os_errors import reading
 from everystep.store.read.listing import list_steps, runs_in
+from everystep.store.read.read_errors import reading
 
 _REFERENCE = re.compile(r"(latest|[0-9]{1,12}|-[0-9]{1,12})", re.ASCII)
 _SHOWN_STEPS = 8

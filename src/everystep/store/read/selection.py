@@ -77,8 +77,7 @@ def _by_pattern(parts: Parts, patterns: str | Iterable[str], rank: int) -> dict[
 
 def _own_names(parts: Parts, rank: int) -> dict[str, str]:
     """The names of a rank's own leaves, and the same without the rank."""
-    own = {**parts.local_metas(rank), **parts.local_aliases(rank)}
-    return {name: name.removeprefix(f"@{rank}.") for name in own}
+    return {name: name.removeprefix(f"@{rank}.") for name in parts.own_names(rank)}
 
 
 def _no_match(parts: Parts, pattern: str) -> StateMismatch:

@@ -15,11 +15,10 @@ from everystep import engine
 from everystep.engine import READING, Destination, Pieces, ReadPiece, Tuning, Unkept
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.format.checksums import HEX_DIGITS, digest
-from everystep.format.embedded import check_header
 from everystep.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
 from everystep.plan import ByteRange
-from everystep.store.os_errors import open_stored, patiently, reading, require_regular
 from everystep.store.read.file_access import FileAccess
+from everystep.store.read.read_errors import open_stored, patiently, reading, require_regular
 
 
 class FragmentRequest(Struct, frozen=True, gc=False):
@@ -185,51 +184,50 @@ class ShardReader:
     ) -> list[VerifyProblem]:
         """Reads pieces out of one file. `owner` gives the leaf of a piece, and the piece's first chunk."""
         file = self._part.files[index]
-        problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(pieces) else None))
-        if problem is not None:
-            return [problem]
-        found: list[VerifyProblem] = []
         count = len(pieces)
         numbers: Sequence[int] = range(count)
+        leaf = owner(0)[0] if count else None
         if verify and whole:
-            found += patiently(lambda: self._header_problem(file))
             pieces, numbers = pieces.padded(file.header_nbytes, file.nbytes)
-        shown = self.shown_path(file)
-        # Again, if need be, from the start: what was put in place by then is put there once more.
-        damages = patiently(lambda: self._engine_read(file, pieces, verify=verify, progress=progress))
+        # A retry reads everything again: what was put in place by then is put there once more.
+        read = partial(self._read_file, file, leaf, pieces, verify=verify, whole=whole, progress=progress)
+        found, damages = patiently(read)
         for damage in damages:
             number = numbers[damage.piece]
             if number >= count:
-                found.append(VerifyProblem(shown, "the padding between leaves is not zero"))
+                found.append(VerifyProblem(self.shown_path(file), "the padding between leaves is not zero"))
             else:
                 leaf, chunk = owner(number)
                 reason = f"chunk {chunk + damage.chunk} does not match its checksum"
-                found.append(VerifyProblem(shown, reason, leaf))
+                found.append(VerifyProblem(self.shown_path(file), reason, leaf))
         return found
 
-    def visible_damage(self, *, far: bool = True) -> VerifyProblem | None:
-        """The damage that shows without reading: a shard that is gone, or has another size.
-
-        `far`: a shard on a volume of another host counts as gone when it cannot be reached from here.
-        """
-        for file in self._part.files:
-            problem = patiently(partial(self._file_problem, file, None))
-            if problem is not None and (far or not problem.out_of_reach):
-                return problem
-        return None
-
-    def _engine_read(
+    def _read_file(
         self,
         file: ShardFile,
+        leaf: str | None,
         pieces: Pieces,
         *,
         verify: bool,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[engine.Damage]:
-        path = self.path(file)
-        with reading(self.shown_path(file)):
+        whole: bool,
+        progress: Callable[[int], None] | None,
+    ) -> tuple[list[VerifyProblem], Sequence[engine.Damage]]:
+        """What is wrong with the file, and with pieces of it. `leaf`: to be named if all of it is missing."""
+        shown, path = self.shown_path(file), self.path(file)
+        with reading(shown):
+            problem = self._file_problem(file, path, shown, leaf)
+            if problem is not None:
+                return [problem], []
+            found: list[VerifyProblem] = []
+            # A header that holds the manifest was verified when that was read.
+            if verify and whole and file.header_xxh3 != EMBEDDED:
+                with open_stored(path, shown) as opened:
+                    header = opened.read(file.header_nbytes)
+                if digest(header) != file.header_xxh3:
+                    reason = "the shard's header does not match its checksum"
+                    found.append(VerifyProblem(shown, reason))
             tuning = replace(self._tuning, backend=self.backend(file))
-            return engine.read(
+            return found, engine.read(
                 path,
                 pieces,
                 tuning=tuning,
@@ -238,17 +236,31 @@ class ShardReader:
                 progress=progress,
             )
 
-    def _file_problem(self, file: ShardFile, leaf: str | None) -> VerifyProblem | None:
-        with reading(self.shown_path(file)):
-            try:
-                nbytes = require_regular(self.path(file), self.shown_path(file)).st_size
-            except FileNotFoundError:
-                self._hold.require_current()
-                where, leaf = self.shown_path(file), leaf or self._first_leaf(file, 0)
-                return VerifyProblem(where, _missing(file), leaf, _is_far(file))
+    def visible_damage(self, *, far: bool = True) -> VerifyProblem | None:
+        """The damage that shows without reading: a shard that is gone, or has another size.
+
+        `far`: a shard on a volume of another host counts as gone when it cannot be reached from here.
+        """
+        for file in self._part.files:
+            problem = patiently(partial(self._visible_problem, file))
+            if problem is not None and (far or not problem.out_of_reach):
+                return problem
+        return None
+
+    def _visible_problem(self, file: ShardFile) -> VerifyProblem | None:
+        shown = self.shown_path(file)
+        with reading(shown):
+            return self._file_problem(file, self.path(file), shown, None)
+
+    def _file_problem(self, file: ShardFile, path: str, shown: str, leaf: str | None) -> VerifyProblem | None:
+        try:
+            nbytes = require_regular(path, shown).st_size
+        except FileNotFoundError:
+            self._hold.require_current()
+            return VerifyProblem(shown, _missing(file), leaf or self._first_leaf(file, 0), _is_far(file))
         if nbytes != file.nbytes:
             reason = f"the file has {nbytes} bytes instead of {file.nbytes}"
-            return VerifyProblem(self.shown_path(file), reason, self._first_leaf(file, nbytes) or leaf)
+            return VerifyProblem(shown, reason, self._first_leaf(file, nbytes) or leaf)
         return None
 
     def _first_leaf(self, file: ShardFile, after: int) -> str | None:
@@ -261,21 +273,6 @@ class ShardReader:
             if fragment.file == index and fragment.offset + fragment.nbytes > after
         ]
         return min(reach)[1] if reach else None
-
-    def _header_problem(self, file: ShardFile) -> list[VerifyProblem]:
-        shown = self.shown_path(file)
-        with reading(shown), open_stored(self.path(file), shown) as opened:
-            header = opened.read(file.header_nbytes)
-        if file.header_xxh3 == EMBEDDED:
-            try:
-                check_header(header, file.nbytes, self.shown_path(file))
-            except CorruptCheckpoint as error:
-                return [VerifyProblem(self.shown_path(file), error.reason, None)]
-        elif digest(header) != file.header_xxh3:
-            return [
-                VerifyProblem(self.shown_path(file), "the shard's header does not match its checksum", None)
-            ]
-        return []
 
     def backend(self, file: ShardFile) -> engine.Backend:
         """How to read it."""

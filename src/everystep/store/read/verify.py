@@ -15,13 +15,13 @@ from everystep.format.records import Part, ShardFile
 from everystep.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from everystep.store.names import MANIFEST
 from everystep.store.options import Options, reading_tuning
-from everystep.store.os_errors import open_stored, reading, shows_damage
 from everystep.store.read import foreign
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from everystep.store.read.consistency import check_agreement, problems_of_part, problems_of_whole
 from everystep.store.read.listing import is_checkpoint
 from everystep.store.read.open import resolve
 from everystep.store.read.parts import Parts
+from everystep.store.read.read_errors import open_stored, reading, shows_damage
 from everystep.store.read.shard_reader import VerifyProblem, request_fragment
 
 

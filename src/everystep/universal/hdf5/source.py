@@ -27,7 +27,7 @@ from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.format.dtypes import is_beyond_arrays
 from everystep.format.geometry import whole
 from everystep.state.numpy_arrays import logical_name
-from everystep.store.os_errors import reading
+from everystep.store.read.read_errors import reading
 from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.zip_reader import OpenFile, ZipRecords

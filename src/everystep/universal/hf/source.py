@@ -17,7 +17,7 @@ import msgspec
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.format.shard import Header, HeaderEntry, is_pad
-from everystep.store.os_errors import open_stored, read_up_to, reading
+from everystep.store.read.read_errors import open_stored, read_up_to, reading
 from everystep.universal.safetensors.header import read_safetensors_file
 from everystep.universal.safetensors.source import Names, leaf_of, read_header
 from everystep.universal.source import Source, SourceLeaf

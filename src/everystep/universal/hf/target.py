@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from everystep.engine import fs
-from everystep.store.os_errors import open_stored, reading
+from everystep.store.read.read_errors import open_stored, reading
 from everystep.store.stream.safetensors_writer import SafetensorsFile
 from everystep.universal.atomic_output import output_directory, refuse_directory
 from everystep.universal.hf.names import family_of, is_first, published

@@ -20,7 +20,7 @@ from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.format.dtypes import is_beyond_arrays
 from everystep.format.geometry import whole
 from everystep.state.numpy_arrays import logical_name
-from everystep.store.os_errors import open_stored, reading
+from everystep.store.read.read_errors import open_stored, reading
 from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.training_state import arranged_names

@@ -15,7 +15,7 @@ from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, Unsupporte
 from everystep.format.dtypes import carrier, is_known, of_entry
 from everystep.format.geometry import whole
 from everystep.format.shard import LENGTH_NBYTES, Header, HeaderEntry, header_nbytes, is_pad, parse_header
-from everystep.store.os_errors import open_stored, reading
+from everystep.store.read.read_errors import open_stored, reading
 from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.training_state import arranged_names

@@ -1,4 +1,4 @@
-"""Typed errors for failed system calls: what the caller should know and do."""
+"""What goes wrong while a checkpoint is read: typed errors, retries, and files that are not plain files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ from everystep.errors import (
     OutOfResources,
     ReadDenied,
     ReadFailed,
-    SaveFailed,
-    StorageDenied,
-    StorageFull,
-    StorageMissing,
-    as_save_failure,
 )
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_BLOCKED = {errno.EEXIST, errno.ENOTDIR}
 _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS}
 _DEVICE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
 """What the kernel says of a medium that cannot be read, and of a file system that is damaged itself."""
@@ -34,64 +27,10 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 """Something is not there, or something else is in its place."""
 
 READ_ATTEMPTS = 3
-"""A device may fail once and be well the next time; what it says so many times counts."""
+"""A device may fail once and recover; an error that it repeats so many times counts."""
 _PAUSE_SECONDS = 0.02
 
 _T = TypeVar("_T")
-
-
-def save_failed(cause: OSError, target: str) -> SaveFailed:
-    """The typed error for a save to `target` that failed with `cause`."""
-    where = os.fsdecode(cause.filename) if cause.filename else target
-    what = f"{cause.strerror or cause} at {where}"
-    safe = "earlier checkpoints are untouched"
-    error: SaveFailed
-    if cause.errno in _FULL:
-        error = StorageFull(
-            f"no space to save {target}: {what}; {safe}. Free space or keep fewer checkpoints."
-        )
-    elif cause.errno in _DENIED:
-        advice = (
-            "the filesystem is read-only: choose another directory"
-            if cause.errno == errno.EROFS
-            else f"make it writable for user {os.geteuid()} (chown or chmod), or choose another directory"
-        )
-        error = StorageDenied(f"cannot save {target}: {what}; {advice}")
-    elif cause.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(target)):
-        error = StorageMissing(
-            f"cannot save {target}: the directory {os.path.dirname(target)} does not exist; "
-            "create it, or check that its volume is mounted"
-        )
-    elif cause.errno in _BLOCKED and (blocker := _in_the_way(where)):
-        error = SaveFailed(
-            f"cannot save {target}: {blocker} is not a directory; move it away, or choose another path"
-        )
-    else:
-        error = SaveFailed(f"the save of {target} failed and is not durable: {what}; {safe}")
-    error.errno = cause.errno
-    error.filename = where
-    return error
-
-
-def _in_the_way(path: str) -> str | None:
-    """The part of `path`, or `path` itself, that exists and is not a directory."""
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return None if os.path.isdir(path) else path
-
-
-@contextmanager
-def saving(target: str) -> Iterator[None]:
-    """Turns any `OSError` of the block, and any error of ranks, into the typed error for a failed save."""
-    try:
-        yield
-    except EverystepError as error:
-        failed = as_save_failure(error)
-        if failed is error:
-            raise
-        raise failed from error
-    except OSError as error:
-        raise save_failed(error, target) from error
 
 
 @contextmanager
@@ -102,10 +41,11 @@ def reading(path: str) -> Iterator[None]:
     except EverystepError:
         raise
     except OSError as error:
-        raise _read_failed(error, path) from error
+        raise read_failed(error, path) from error
 
 
-def _read_failed(cause: OSError, path: str) -> ReadFailed:
+def read_failed(cause: OSError, path: str) -> ReadFailed:
+    """The typed error for a read of `path` that failed with `cause`."""
     what = f"cannot read {path}: {cause.strerror or cause}"
     if cause.errno in _DENIED:
         what += f"; make it readable for user {os.geteuid()} (chown or chmod)"
