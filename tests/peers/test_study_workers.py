@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from everystep_study import frameworks
-from everystep_study.frameworks.process import FrameworkProcess
+from everystep_study.frameworks import orders
+from everystep_study.suites import cost, determinism
+from everystep_study.workers import FrameworkProcess
 from support.processes import peers
 
 pytestmark = pytest.mark.peers
@@ -34,26 +36,26 @@ def asked(
 
 @pytest.mark.parametrize("asked", frameworks.FRAMEWORKS, indirect=True)
 def test_every_mechanism_checkpoints_a_training(asked: FrameworkProcess, tmp_path: Path) -> None:
-    hello = asked.ask("hello")
-    model = "gpt2" if hello["models"] == ["gpt2"] else "mlp"
-    asked.ask("build", model=model, quick=True, seed=0)
-    for mechanism in hello["mechanisms"]:
+    asked.start()
+    model = "gpt2" if asked.hello["models"] == ["gpt2"] else "mlp"
+    asked.ask(orders.build, model=model, quick=True, seed=0)
+    for mechanism in asked.hello["mechanisms"]:
         key = mechanism["key"]
         if key == "fast-file-writer" and mechanism["missing"]:
             continue  # DeepSpeed offers it on some devices only
         assert mechanism["missing"] is None, key
-        asked.ask("prepare", 900.0, mechanism=key)
+        asked.ask(orders.prepare, 900.0, mechanism=key)
         place = str(tmp_path / f"{key}-train")
-        found = asked.ask("train", mechanism=key, durable=True, every=[1], steps=2, directory=place)["1"]
+        found = asked.ask(cost.train, mechanism=key, durable=True, every=[1], steps=2, directory=place)["1"]
         assert found["saves"] == 2, key
         assert found["seconds"] > 0, key
         for weights_only in (False, True):
             possible = "weights_only_possible" if weights_only else "optimizer_possible"
-            if hello["loop"] or not mechanism[possible]:
+            if asked.hello["loop"] or not mechanism[possible]:
                 continue
             place = str(tmp_path / f"{key}-{weights_only}")
-            asked.ask("save", mechanism=key, directory=place, weights_only=weights_only)
-            loaded = asked.ask("load", mechanism=key, directory=place, weights_only=weights_only)
+            asked.ask(orders.save, mechanism=key, directory=place, weights_only=weights_only)
+            loaded = asked.ask(orders.load, mechanism=key, directory=place, weights_only=weights_only)
             assert loaded["readings"]["equal"] == 1, (key, weights_only)
 
 
@@ -65,13 +67,13 @@ def test_the_probe_repeats_itself_and_every_ingredient_matters(
         place = tmp_path / f"resume-{without}{default}"
         place.mkdir()
         return asked.ask(
-            "determinism", steps=8, seed=0, without=without, default=default, directory=str(place)
+            determinism.resume, steps=8, seed=0, without=without, default=default, directory=str(place)
         )
 
-    hello = asked.ask("hello")
+    asked.start()
     assert resume()["equal"] == 1
-    for key in asked.ask("ingredients"):
+    for key in asked.ask(determinism.ingredients):
         found = resume(without=key)
         assert (found["repeatable"], found["equal"]) == (1, 0), key
-    (ours,) = [each["key"] for each in hello["defaults"] if each["ours"]]
+    (ours,) = [each["key"] for each in asked.hello["defaults"] if each["ours"]]
     assert resume(default=ours)["equal"] == 1

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
-from everystep_study import runner, world
-from everystep_study.rank import Answer, Order
+from everystep_study import rank_orders, runner, workers
+from everystep_study.rank_orders import seconds_of
 from everystep_study.results import Result, Row, from_json
 from everystep_study.suites.ranks import RanksSuite, best_writers, visits, written_at
-from everystep_study.world import RankEnded, World, seconds_of
+from everystep_study.workers import Ranks, TimeUp, WorkerEnded
 from support.processes.command import command
-from support.study.bench_results import quiet, result, row, text_of
+from support.study.bench_results import answer, quiet, result, row, text_of
 
 GB = 1_000_000_000
 
@@ -76,62 +77,72 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(tmp_path: Path) -> None:
-    with World(2, 3 << 20, tmp_path, timeout=120.0) as ranks:
+    with Ranks(2, 3 << 20, tmp_path, 120.0) as ranks:
+        ranks.start()
         pids = ranks.pids
         os.kill(pids[1], signal.SIGKILL)
         os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # gone, so that the other can only miss it
-        with pytest.raises(RankEnded, match="rank 1 was ended by signal 9"):
-            ranks.tell(Order("prepare", "everystep-recycled", str(tmp_path)))
+        with pytest.raises(WorkerEnded, match="rank 1 was ended by signal 9"):
+            ranks.open("everystep-recycled")
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
 
 
 def test_no_rank_is_waited_for_after_the_end(tmp_path: Path) -> None:
-    with pytest.raises(RankEnded, match="rank 0 did not answer within 0 s"):
-        World(1, 1 << 20, tmp_path, timeout=600.0, end=time.monotonic())
+    with pytest.raises(TimeUp):
+        Ranks(1, 1 << 20, tmp_path, 600.0, end=time.monotonic()).open("everystep")
 
 
-class FakeWorld:
+class FakeChild:
+    """Stands in for the process of a rank that does not end."""
+
+    def finish(self) -> None: ...
+
+    def has_ended_well(self, seconds: float) -> bool:
+        return False
+
+    def kill(self) -> None: ...
+
+
+class FakeRanks(Ranks):
     """Stands in for ranks: saves write a file, and one system kills its rank."""
 
-    started = 0
-    prepared: ClassVar[list[str]] = []
+    starts = 0
+    opened: ClassVar[list[str]] = []
 
-    def __init__(self, size: int, nbytes: int, logs: Path, timeout: float, end: float) -> None:
-        type(self).started += 1
-        self.size = size
+    def _start(self) -> Iterator[Any]:
+        type(self).starts += 1
+        self._starts += 1
+        self._prepared.clear()
+        yield from (FakeChild() for _ in range(self.size))
 
-    def tell(self, order: Order) -> list[Answer]:
-        if order.do == "prepare":
-            self.prepared.append(order.path)
-        if order.do == "save":
-            Path(order.path).write_bytes(b"x")
-            if order.peer == "dcp":
-                raise RankEnded("rank 1 was ended by signal 9")
-        return [Answer(1.0 + rank, 2.0 + rank, path=order.path) for rank in range(self.size)]
+    def _prepare(self) -> None: ...
 
-    def stop(self) -> None:
-        raise RankEnded("rank 0 did not answer within 5 s")
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
+    def _tell(self, order: Any, seconds: float, arguments: Any, own: Any = ()) -> list[dict[str, Any]]:
+        if order is rank_orders.open_mechanism:
+            self.opened.append(arguments["directory"])
+        if order is rank_orders.save:
+            Path(arguments["directory"], "0").write_bytes(b"x")
+            if arguments["mechanism"] == "dcp":
+                self.kill()
+                raise WorkerEnded("rank 1 was ended by signal 9")
+        return [answer(1.0 + rank, 2.0 + rank) for rank in range(self.size)]
 
 
-def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
+def test_a_system_that_fails_is_out_and_new_ranks_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world, "World", FakeWorld)
-    monkeypatch.setattr(FakeWorld, "started", 0)
-    monkeypatch.setattr(FakeWorld, "prepared", [])
+    monkeypatch.setattr("everystep_study.suites.ranks.Ranks", FakeRanks)
+    monkeypatch.setattr(FakeRanks, "starts", 0)
+    monkeypatch.setattr(FakeRanks, "opened", [])
     suite = RanksSuite((2,), 2 << 20, systems=("raw", "everystep-recycled", "everystep", "dcp"), timeout=5.0)
     found = runner.run(suite, tmp_path, quiet())
     rows = {(row.section, row.case): row for row in found.rows}
-    assert found.problems == ("2 ranks did not end well: rank 0 did not answer within 5 s",)
-    assert len(FakeWorld.prepared) == len(set(FakeWorld.prepared)), "a new world has directories of its own"
-    assert FakeWorld.started > 1
-    assert rows["save", "dcp"].reason == "RankEnded: rank 1 was ended by signal 9"
+    assert found.problems == ("2 ranks: rank 0 did not end well",)
+    assert len(FakeRanks.opened) == len(set(FakeRanks.opened)), "new ranks have directories of their own"
+    assert FakeRanks.starts > 1
+    assert rows["save", "dcp"].reason == "WorkerEnded: rank 1 was ended by signal 9"
     assert rows["load", "dcp"].reason == "RuntimeError: there is nothing to load: it could not be saved"
     for section in ("save", "load"):  # from the first beginning to the last end
         assert rows[section, "everystep"].values() == [2.0, 2.0, 2.0]
@@ -141,13 +152,13 @@ def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
 def test_ranks_that_cannot_be_started_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    def start(size: int, *more: object) -> None:
-        tries.append(size)
-        raise RankEnded("rank 0 ended with exit code 1: no torch")
+    def start(self: Ranks) -> Iterator[Any]:
+        tries.append(self.size)
+        raise WorkerEnded("rank 0 ended with exit code 1: no torch")
 
-    monkeypatch.setattr(world, "World", start)
+    monkeypatch.setattr(workers.Ranks, "_start", start)
     found = runner.run(RanksSuite((1, 2), 2 << 20, rounds=2, timeout=5.0), tmp_path, quiet())
-    assert tries == [1, 2]  # and no world is started to load what was not saved
+    assert tries == [1, 2]  # and no ranks are started to load what was not saved
     assert {row.status for row in found.rows} == {"failed"}
     assert any("2 ranks could not be started: rank 0 ended" in row.reason for row in found.rows)
 
@@ -163,8 +174,8 @@ def test_worlds_come_in_an_order_in_which_there_is_something_to_load() -> None:
 
 
 def test_an_operation_lasts_from_the_first_beginning_to_the_last_end() -> None:
-    assert seconds_of([Answer(1.0, 2.0), Answer(0.5, 3.0)]) == 2.5
-    assert seconds_of([Answer(1.0, 9.0, seconds=0.25), Answer(0.0, 9.0)]) == 0.25
+    assert seconds_of([answer(1.0, 2.0), answer(0.5, 3.0)]) == 2.5
+    assert seconds_of([answer(1.0, 9.0, own=0.25), answer(0.0, 9.0)]) == 0.25
 
 
 def test_the_report_says_what_was_found() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep_study import peers, runner
-from everystep_study.peers.base import Done
+from everystep_study import runner
+from everystep_study.competitors import STORING
+from everystep_study.frameworks.plain import Pickle
 from everystep_study.results import Bar, Result, Row
 from everystep_study.suites import save_load
 from everystep_study.suites.save_load import Import, SaveLoadSuite
@@ -42,7 +43,7 @@ def test_a_run_measures_every_system_and_leaves_nothing_behind(tmp_path: Path) -
     suite = SaveLoadSuite(nbytes=2 << 20, rounds=1, small_rounds=2, import_rounds=1)
     found = runner.run(suite, tmp_path, quiet(), check=True)
     for section in ("save", "load"):
-        assert [row.case for row in found.section(section)] == list(peers.STORING)
+        assert [row.case for row in found.section(section)] == list(STORING)
     assert {(row.status, row.reason) for row in found.rows} == {("measured", "")}
     assert [row.case for row in found.section("small save")] == ["by-hand", "save", "checkpointer"]
     assert found.row("import", "import").median("heavy_modules") == 0  # type: ignore[union-attr]
@@ -57,10 +58,7 @@ def test_a_run_measures_every_system_and_leaves_nothing_behind(tmp_path: Path) -
 def test_a_system_that_loads_something_else_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(self: object, path: Path, into: object = None) -> Done:
-        return Done(path, leaves={})
-
-    monkeypatch.setattr(peers.STORING["pickle"], "load", load)
+    monkeypatch.setattr(Pickle, "load", lambda self: self.subject.put({}))
     suite = SaveLoadSuite(nbytes=2 << 20, rounds=1, systems=("pickle",), small_rounds=1, import_rounds=1)
     found = runner.run(suite, tmp_path, quiet()).row("load", "pickle")
     assert found is not None

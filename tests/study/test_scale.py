@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from everystep_study.rank import Answer
+from everystep_study.rank_orders import WaitingClock
 from everystep_study.suites.scale import project, split
-from everystep_study.waiting import WaitingClock
+from support.study.bench_results import answer
 
 
 def test_a_rank_waits_inside_of_messages_and_for_the_last_one_to_end() -> None:
-    found = split([Answer(0.0, 4.0, waiting_seconds=1.0), Answer(0.0, 1.0, waiting_seconds=0.25)])
+    found = split([answer(0.0, 4.0, waited=1.0), answer(0.0, 1.0, waited=0.25)])
     assert (found["writing, rank 0"], found["waiting, rank 0"]) == (3.0, 1.0)
     assert (found["writing, rank 1"], found["waiting, rank 1"]) == (0.75, 3.25)
     assert found["seconds"] == 4.0
@@ -25,7 +25,7 @@ def test_a_projection_is_a_line_and_never_falls_below_what_was_measured() -> Non
 
 def test_nested_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 13.0])
-    monkeypatch.setattr("everystep_study.waiting.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("everystep_study.rank_orders.time.monotonic", lambda: next(now))
     clock = WaitingClock()
     inner = clock._timed(lambda: "done")
     assert clock._timed(inner)() == "done"

@@ -78,7 +78,7 @@ def test_same_seed_same_bytes_other_seed_other_bytes() -> None:
 
 def test_tensors_and_arrays_are_the_same_memory(tiny: states.State) -> None:
     assert tiny.tensors is not None
-    assert tiny.leaves is tiny.tensors
+    assert tiny.tree() == dict(tiny.tensors)
     assert tiny.tensors.keys() == tiny.arrays.keys()
     for name, tensor in tiny.tensors.items():
         assert tensor.data_ptr() == tiny.arrays[name].ctypes.data

@@ -15,16 +15,14 @@ import pytest
 
 from everystep_study import campaign, frameworks, pages, writers
 from everystep_study.campaign import Options
-from everystep_study.frameworks import Entry
-from everystep_study.frameworks.orders import context, cost
-from everystep_study.frameworks.process import FrameworkProcess, TimeUp, WorkerEnded
+from everystep_study.frameworks import Entry, orders
 from everystep_study.results import Row
 from everystep_study.results_directory import FILE, Part, ResultsDirectory, StudyError
 from everystep_study.suite import Turn
-from everystep_study.suites import by_framework
+from everystep_study.suites import by_framework, cost
 from everystep_study.suites.damage import Flips
+from everystep_study.workers import FrameworkProcess, TimeUp, WorkerEnded
 from support.study.bench_results import quiet
-from support.study.fake_framework import FakeFramework
 
 TESTS = Path(__file__).resolve().parents[1]
 FAKE = Entry("Fake", "support.study.fake_framework")
@@ -80,8 +78,9 @@ def test_a_slow_save_is_made_once_and_costs_what_it_takes(
 ) -> None:
     monkeypatch.setattr(cost, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(cost, "LONG_SECONDS", 0.0)
-    kept = context.Context(FakeFramework())
-    context.build(kept, "mlp", True, 0)
+    kept = orders.Context()
+    orders.hello(kept, FAKE.module)
+    orders.build(kept, "mlp", True, 0)
     found = cost.train(kept, "pickled", True, [1, 4], 4, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 1, "one name of two was written"
     for readings in found.values():
@@ -146,11 +145,11 @@ def test_a_mechanism_that_restores_something_else_is_failed(
 ) -> None:
     monkeypatch.setenv("FAKE_TROUBLES", "1")
     with FrameworkProcess("fake", FAKE, tmp_path, 5.0) as process:
-        process.ask("build", model="mlp", quick=True, seed=0)
+        process.ask(orders.build, model="mlp", quick=True, seed=0)
         for mechanism, equal in (("wrong", 0), ("checked", 1)):
             place = {"mechanism": mechanism, "directory": str(tmp_path / mechanism)}
-            process.ask("save", **place)  # type: ignore[arg-type]
-            assert process.ask("load", **place)["readings"]["equal"] == equal  # type: ignore[arg-type]
+            process.ask(orders.save, None, **place)
+            assert process.ask(orders.load, None, **place)["readings"]["equal"] == equal
 
 
 def test_a_process_that_babbles_is_ended(tmp_path: Path) -> None:
@@ -158,7 +157,7 @@ def test_a_process_that_babbles_is_ended(tmp_path: Path) -> None:
         FrameworkProcess("b", Entry("B", "support.study.babbling_framework"), tmp_path, 5.0) as process,
         pytest.raises(WorkerEnded, match="no answer"),
     ):
-        process.ask("hello")
+        process.start()
 
 
 class TestTimeUp:
@@ -188,15 +187,15 @@ class TestTimeUp:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class EndsBeforeLoad(FrameworkProcess):
-            def ask(self, do: str, seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
-                if do == "load":
+            def ask(self, order: Any, seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
+                if order is orders.load:
                     self.end = time.monotonic()
-                return super().ask(do, seconds, **arguments)
+                return super().ask(order, seconds, **arguments)
 
         monkeypatch.delenv("FAKE_TROUBLES")
         mechanism = {"key": "checked", "title": "", "missing": None}
         with EndsBeforeLoad("fake", FAKE, tmp_path, 600.0) as process:
-            process.ask("build", model="mlp", quick=True, seed=0)
+            process.ask(orders.build, model="mlp", quick=True, seed=0)
             with pytest.raises(TimeUp):
                 Flips(process, mechanism, 1, 0).measure(Turn(tmp_path / "saved", 1))
 

@@ -6,22 +6,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from everystep_study import peers, runner
-from everystep_study import training_model as training_model
-from everystep_study.peers import training as training_peers
-from everystep_study.peers.training import TrainingPeer
+from everystep_study import runner, states
+from everystep_study.competitors import TRAINING
+from everystep_study.frameworks import torch_mechanisms, torch_models, torch_training
+from everystep_study.frameworks.torch_training import Trainer
+from everystep_study.mechanism import Mechanism
 from everystep_study.results import Bar, Result, Row
-from everystep_study.states import Gpt2
+from everystep_study.states import Gpt2, Load
 from everystep_study.suite import Group, Turn
-from everystep_study.suites import restarts, training, training_child
-from everystep_study.suites.restarts import Restart
-from everystep_study.suites.training import Steps, TrainingSuite, places, predicted_stall
-from everystep_study.training_model import Load, Trainer
+from everystep_study.suites import training
+from everystep_study.suites.training import Restart, Steps, TrainingSuite, differs, places, predicted_stall
+from everystep_study.workers import WorkerFailed
 from support.study.bench_results import quiet, result, row, text_of
 
 MIB = 1 << 20
@@ -121,25 +121,25 @@ class TestModel:
             def mallopt(self, which: int, value: int) -> None:
                 settings[which] = value
 
-        monkeypatch.setattr(training_model.ctypes, "CDLL", Library)
-        with training_model.kept_memory():
+        monkeypatch.setattr(torch_training.ctypes, "CDLL", Library)
+        with torch_training.kept_memory():
             assert settings == {-4: 0, -1: (1 << 31) - 1}  # no maps of its own per block, nothing trimmed
         assert settings == {-4: 65536, -1: 128 << 10}
         monkeypatch.delattr(Library, "mallopt")
-        with training_model.kept_memory():
+        with torch_training.kept_memory():
             pass  # another C library
 
     def test_the_state_has_the_size_asked_for(self) -> None:
-        made = Trainer(training_model.shape_of(4 * MIB))
+        made = Trainer(states.shape_of(4 * MIB))
         made.seconds_of_step(LOAD)
         assert made.nbytes == pytest.approx(4 * MIB, rel=0.01)
 
     def test_depth_and_width_can_be_chosen(self) -> None:
-        shape = training_model.shape_of(8 * MIB, layers=2, width=64)
+        shape = states.shape_of(8 * MIB, layers=2, width=64)
         assert (shape.layers, shape.width) == (2, 64)
         assert shape.parameters * 12 == pytest.approx(8 * MIB, rel=0.01)
-        assert training_model.shape_of(40 * MIB, layers=3).width == 192
-        assert training_model.shape_of(40 * MIB, width=192).layers == 3
+        assert states.shape_of(40 * MIB, layers=3).width == 192
+        assert states.shape_of(40 * MIB, width=192).layers == 3
 
     @pytest.mark.parametrize(
         ("layers", "width", "said"),
@@ -147,7 +147,7 @@ class TestModel:
     )
     def test_models_that_cannot_be_are_refused(self, layers: int, width: int, said: str) -> None:
         with pytest.raises(ValueError, match=said):
-            training_model.shape_of(8 * MIB, layers, width)
+            states.shape_of(8 * MIB, layers, width)
 
     @pytest.mark.parametrize(("batch", "sequence"), [(0, 8), (1, 0), (1, 1025)])
     def test_loads_that_cannot_be_are_refused(self, batch: int, sequence: int) -> None:
@@ -159,12 +159,12 @@ class TestModel:
         for group in trainer.optimizer.param_groups:
             group["lr"] = 1e-2
         with torch.no_grad():
-            before = training_model.loss_of(trainer.model, *batch).item()
+            before = torch_models.loss_of(trainer.model, batch).item()
         for _ in range(10):
             trainer.forward_backward(batch)
             trainer.update()
         with torch.no_grad():
-            assert training_model.loss_of(trainer.model, *batch).item() < before / 2
+            assert torch_models.loss_of(trainer.model, batch).item() < before / 2
 
     @pytest.mark.parametrize(("seconds", "batch"), [(1.3, 6), (0.001, 1), (1e9, 256)])
     def test_the_batch_is_the_one_that_takes_as_long_as_wanted(self, seconds: float, batch: int) -> None:
@@ -172,7 +172,7 @@ class TestModel:
             def seconds_of_step(self, load: Load) -> float:
                 return 0.1 + 0.2 * load.batch
 
-        found = training_model.calibrate(Linear(), seconds, sequence=32)  # type: ignore[arg-type]
+        found = torch_training.calibrate(Linear(), seconds, sequence=32)  # type: ignore[arg-type]
         assert found == Load(batch, 32)
 
     def test_frozen_parameters_grow_the_state_and_stay_as_they_are(self, trainer: Trainer) -> None:
@@ -186,33 +186,35 @@ class TestModel:
         assert all(torch.equal(p, c) for p, c in zip(frozen, copies, strict=True))
 
 
-class Timed(TrainingPeer):
+class Timed(Mechanism):
     """Waits 0.3 before the update and 0.05 in the save; a save is durable when the one after it begins."""
 
     key = title = "timed"
+    always_durable = True
+    clock: ClassVar[Clock]
+    saved: ClassVar[list[int]]
+    closed = 0
+    wrong = False
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.clock = clock
-        self.saved: list[int] = []
-        self.closed = 0
-        self.wrong: str | None = None
+    def open(self) -> None:
+        self._hook = self.subject.optimizer.register_step_pre_hook(lambda *_: self.clock.pass_by(0.3))
 
-    def open(self, directory: Path, trainer: Trainer) -> None:
-        self._hook = trainer.optimizer.register_step_pre_hook(lambda *_: self.clock.pass_by(0.3))
-
-    def save(self, step: int) -> None:
-        if self.saved:
-            self.durable = self.saved[-1]
-        self.saved.append(step)
+    def write(self, target: Path) -> None:
+        self.saved.append(self.subject.steps)
         self.clock.pass_by(0.05)
+        self._kept = {name: tensor.clone() for name, tensor in self.subject.tensors.items()}
+
+    @property
+    def durable_saves(self) -> int:
+        return max(0, self.saves - 1)
+
+    def load(self) -> None:
+        for name, tensor in self.subject.tensors.items():
+            tensor.copy_(self._kept[name] + self.wrong)
 
     def close(self) -> None:
         self._hook.remove()
-        self.closed += 1
-
-    def differs(self, trainer: Trainer) -> str | None:
-        return self.wrong
+        type(self).closed += 1
 
 
 class Clock:
@@ -244,17 +246,21 @@ class TestSteps:
         trainer.optimizer.register_step_post_hook(lambda *_: clock.pass_by(0.2))
         return clock
 
-    def run(self, peer: TrainingPeer, trainer: Trainer, folder: Path) -> Row:
+    @pytest.fixture
+    def timed(self, clock: Clock) -> type[Timed]:
+        return type("Timed", (Timed,), {"clock": clock, "saved": []})
+
+    def run(self, kind: type[Mechanism], trainer: Trainer, folder: Path) -> Row:
         suite = OneCase(nbytes=2 * MIB, rounds=2)
-        suite.case = Steps(peer, trainer, LOAD, 2, "step")  # type: ignore[attr-defined]
+        suite.case = Steps("timed", kind, trainer, LOAD, 2, "step")  # type: ignore[attr-defined]
         return runner.run(suite, folder, quiet()).rows[0]
 
-    def test_each_part_of_a_step_is_timed(self, trainer: Trainer, clock: Clock, tmp_path: Path) -> None:
-        peer, first = Timed(clock), trainer.steps + 1
-        found = self.run(peer, trainer, tmp_path)
+    def test_each_part_of_a_step_is_timed(self, trainer: Trainer, timed: type[Timed], tmp_path: Path) -> None:
+        first = trainer.steps + 1
+        found = self.run(timed, trainer, tmp_path)
         # Three steps open the first block and one the second; they are saved, and not counted.
-        assert peer.saved == list(range(first, first + 3 + 2 + 1 + 2))
-        assert peer.closed == 2
+        assert timed.saved == list(range(first, first + 3 + 2 + 1 + 2))
+        assert timed.closed == 2
         assert [sample.round for sample in found.samples] == [1, 1, 2, 2]
         for name, seconds in {
             "compute_seconds": 1.0,
@@ -269,47 +275,49 @@ class TestSteps:
         assert found.values("lost_after_update") == [2, 2, 2, 2]
         assert found.values("lost_at_end") == [1, 1, 1, 1]
 
-    def test_a_peer_that_saves_something_else_has_failed(
-        self, trainer: Trainer, clock: Clock, tmp_path: Path
+    def test_a_mechanism_that_saves_something_else_has_failed(
+        self, trainer: Trainer, timed: type[Timed], tmp_path: Path
     ) -> None:
-        peer = Timed(clock)
-        peer.wrong = "model.wte.weight differs"
-        found = self.run(peer, trainer, tmp_path)
+        timed.wrong = True
+        before = trainer.tensors["model.wte.weight"].clone()
+        found = self.run(timed, trainer, tmp_path)
         assert found.status == "failed"
         assert "saved something else than the state after the step: model.wte" in found.reason
-        assert peer.closed == 1
+        assert timed.closed == 1
+        assert not torch.equal(trainer.tensors["model.wte.weight"], before + 1), "the others train on"
+
+
+def opened(key: str, trainer: Trainer, directory: Path) -> Mechanism:
+    return TRAINING[key](trainer, directory, durable=True, start_over=True)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing checkpoint")
-class TestPeers:
-    @pytest.mark.parametrize("key", peers.TRAINING)
+class TestMechanisms:
+    @pytest.mark.parametrize("key", [key for key in TRAINING if key != "none"])
     def test_what_is_durable_after_a_block_is_the_state_and_a_difference_is_noticed(
         self, key: str, trainer: Trainer, tmp_path: Path
     ) -> None:
-        peer = peers.TRAINING[key]()
-        peer.open(tmp_path, trainer)
+        mechanism = opened(key, trainer, tmp_path)
         try:
-            for number in (1, 2, 3):
+            for _ in range(3):
                 trainer.forward_backward(trainer.draw(LOAD))
                 trainer.update()
-                peer.save(number)
-            peer.drain()
-            assert peer.differs(trainer) is None
-            if key != "none":
-                assert peer.newest() == 3
-                with torch.no_grad():
-                    trainer.model["wte"].weight[0, 0] += 1  # type: ignore[index]
-                assert "wte" in str(peer.differs(trainer))
+                mechanism.save_and_sync()
+            mechanism.wait()
+            assert differs(mechanism, trainer) is None
+            assert mechanism.durable_saves == 3
+            with torch.no_grad():
+                trainer.model["wte"].weight[0, 0] += 1  # type: ignore[index]
+            assert "wte" in str(differs(mechanism, trainer))
         finally:
-            peer.close()
+            mechanism.close()
 
     def test_checkfreq_lets_no_update_pass_before_its_copy(
         self, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        peer = training_peers.CheckFreq()
-        peer.open(tmp_path, trainer)
+        mechanism = opened("checkfreq", trainer, tmp_path)
         order: list[str] = []
-        batch, real = trainer.draw(LOAD), training_peers.snapshot
+        batch, real = trainer.draw(LOAD), torch_mechanisms.snapshot
 
         def slow(*given: Any) -> Any:
             if len(given) == 2:  # the outermost of its calls
@@ -317,15 +325,15 @@ class TestPeers:
                 order.append("copied")
             return real(*given)
 
-        monkeypatch.setattr(training_peers, "snapshot", slow)
+        monkeypatch.setattr(torch_mechanisms, "snapshot", slow)
         try:
-            peer.save(1)
+            mechanism.save()
             trainer.optimizer.register_step_post_hook(lambda *_: order.append("updated"))
             trainer.update()
             assert order == ["copied", "updated"]
-            peer.drain()
+            mechanism.wait()
         finally:
-            peer.close()
+            mechanism.close()
 
     @pytest.mark.parametrize("key", ["checkfreq", "dcp-async"])
     def test_an_error_behind_training_is_raised_at_the_next_call(
@@ -334,16 +342,15 @@ class TestPeers:
         def broken(path: Path) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(training_peers, "sync_tree", broken)
-        peer = peers.TRAINING[key]()
-        peer.open(tmp_path, trainer)
+        monkeypatch.setattr(torch_mechanisms, "sync_tree", broken)
+        mechanism = opened(key, trainer, tmp_path)
         try:
-            peer.save(1)
+            mechanism.save()
             with pytest.raises(OSError, match="Input/output"):
-                peer.drain()
-            assert peer.newest() is None
+                mechanism.wait()
+            assert mechanism.durable_saves == 0
         finally:
-            peer.close()
+            mechanism.close()
 
 
 class TestSweep:
@@ -381,24 +388,26 @@ class TestRestart:
         assert all(sample.readings[part] > 0 for part in parts)
         assert sample.readings["seconds"] == pytest.approx(sum(sample.readings[part] for part in parts))
 
-    def test_a_training_that_cannot_start_is_an_error_with_its_last_words(self, tmp_path: Path) -> None:
-        order = training_child.Order(str(tmp_path), "unheard-of", TINY, 1, 8)
-        with pytest.raises(RuntimeError, match=r"ended by itself.*unheard-of"):
-            restarts.live(order)
+    def test_a_training_that_cannot_go_on_is_an_error_with_its_last_words(self, tmp_path: Path) -> None:
+        case = Restart("everystep", "Everystep", TINY, LOAD)
+        case.setup(tmp_path)
+        case._order["system"] = "unheard-of"
+        with pytest.raises(WorkerFailed, match="KeyError: 'unheard-of'"):
+            case.measure(Turn(tmp_path, 1))
 
     def test_torch_goes_on_from_the_newer_file_and_from_the_other_when_that_is_torn(
         self, trainer: Trainer, tmp_path: Path
     ) -> None:
         def resume() -> int:
-            return peers.TRAINING["torch"]().resume(tmp_path, trainer)
+            return opened("torch", trainer, tmp_path).resume()
 
         assert resume() == 0
-        peer = peers.TRAINING["torch"]()
-        peer.open(tmp_path, trainer)
-        peer.save(1)
-        peer.save(2)
+        mechanism = opened("torch", trainer, tmp_path)
+        for step in (1, 2):
+            trainer.steps = step
+            mechanism.save_and_sync()
         assert resume() == 2
-        torn = tmp_path / "0.pt"
+        torn = tmp_path / "1.pt"
         torn.write_bytes(torn.read_bytes()[:1000])
         assert resume() == 1
 
@@ -406,7 +415,7 @@ class TestRestart:
 def test_every_way_to_train_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
     suite = small()
     found = runner.run(suite, tmp_path, quiet())
-    assert [r.case for r in found.rows] == list(peers.TRAINING)
+    assert [r.case for r in found.rows] == list(TRAINING)
     assert {(r.status, r.reason, len(r.samples)) for r in found.rows} == {("measured", "", 2)}
     assert list(tmp_path.iterdir()) == []
 

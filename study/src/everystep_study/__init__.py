@@ -2,18 +2,20 @@
 
 | module | what it owns |
 |---|---|
-| `suite` | what a measurement declares: suite, group, case, and the turn in which a case times its calls |
-| `runner` | interleaved rounds, warm-up, cleaning up |
-| `results` | what was measured, as typed records; medians, ratios, intervals, and the verdict on a promise |
+| `mechanism` | one way to checkpoint: `Mechanism`, and those of Everystep; the same in both commands |
+| `competitors` | which mechanisms ``everystep bench`` compares |
+| `suite`, `runner` | what a measurement declares; interleaved rounds, warm-up, cleaning up |
+| `suites` | what is measured and what the report says of it, one file each |
+| `results`, `results_directory` | what was measured, as typed records; promises; the file of a study |
 | `report`, `pages` | tables, charts and sections; what the pages of both commands show of results |
 | `writers`, `plot` | a page as Markdown, HTML or tables of a terminal; its charts as a picture |
-| `costs`, `cache`, `machine` | clocks and memory; the page cache; the machine and its free space |
-| `states`, `training_model` | the state that is saved; the model that is trained |
-| `peers` | the registry of systems that are compared, made equally durable |
-| `child` | a process of our own that answers orders |
-| `world`, `rank` | real ranks in processes of their own, and the orders they follow |
-| `suites` | what is measured, one file each |
+| `costs`, `cache`, `machine`, `files` | clocks, memory, the page cache, the machine, syncing files |
+| `raw_device` | the device's own speed, which saves and loads are compared with |
+| `states` | the state that ``everystep bench`` saves, and the sizes of its GPT-2 |
+| `workers`, `worker` | processes that follow orders: frameworks and ranks; their own end |
+| `rank_orders` | what ranks do |
+| `frameworks`, `environments` | the frameworks of the study, and the environments in which they run |
+| `campaign` | ``everystep study``: suites over frameworks |
 | `commands` | ``everystep bench`` and ``everystep study``, as plugins of the command |
-| `campaign`, `results_directory` | ``everystep study``: suites over frameworks, and what they found |
-| `frameworks`, `environments` | the frameworks of the study in processes, and environments, of their own |
+| `timed_command`, `restoring_rank`, `zero_writer` | programs that the suite ``convert`` runs |
 """

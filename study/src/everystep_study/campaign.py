@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import everystep
 from everystep_study import frameworks, runner
+from everystep_study.files import remove
 from everystep_study.frameworks import Entry as Framework
 from everystep_study.frameworks.models import MODELS
 from everystep_study.machine import machine_facts
-from everystep_study.peers.base import remove
 from everystep_study.results_directory import Entry, Header, Part, ResultsDirectory
 from everystep_study.suites.bitflips import BitflipsSuite
 from everystep_study.suites.by_framework import FrameworkSuite

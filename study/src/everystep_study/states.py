@@ -1,7 +1,7 @@
 """The state a benchmark saves: which arrays, of which shapes, with which bytes.
 
 Built once per run and never changed, so every system saves the same bytes from the same memory. How it is
-saved is left to `peers`.
+saved is left to mechanisms.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from everystep_study.mechanism import Subject
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,31 +29,49 @@ SMALL_NBYTES = 4096
 SMALL_COUNT = 20_000
 FEW = 8
 
-_GPT2_CONTEXT = 1024
+CONTEXT = 1024
 _GPT2_VOCABULARY = 50_257
-_GPT2_HEAD_WIDTH = 64
+HEAD_WIDTH = 64
+_PAGE = 4096
 _ADAM_COPIES = 3  # the weight and Adam's two moments, all fp32
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Subject):
     """Flat on purpose: `safetensors` and `np.savez` know no nesting, and all should do the same work.
 
-    `tensors` are the same memory as `arrays` seen through torch, or None where torch is not installed.
+    `tensors` are the same memory as `arrays` seen through torch, or None where torch is not installed. A load
+    goes into new memory, which `loaded` then has, or with `in_place` into the arrays.
     """
 
-    shape: Shape
-    arrays: Mapping[str, Array]
-    tensors: Mapping[str, torch.Tensor] | None
+    def __init__(self, arrays: Mapping[str, Array], tensors: Mapping[str, torch.Tensor] | None) -> None:
+        self.arrays, self.tensors = dict(arrays), tensors
+        self.in_place = False
+        self.loaded: Mapping[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
-    @property
-    def leaves(self) -> Mapping[str, object]:
+    def tree(self, weights_only: bool = False) -> dict[str, Any]:
         """What a user would hold: torch tensors where there is torch, numpy arrays elsewhere."""
-        return self.arrays if self.tensors is None else self.tensors
+        return dict(self.arrays if self.tensors is None else self.tensors)
+
+    def target(self, weights_only: bool = False) -> dict[str, Any]:
+        if self.in_place:
+            return self.tree()
+        import torch
+
+        return {name: torch.empty_like(tensor) for name, tensor in self.tree().items()}
+
+    def put(self, tree: Mapping[str, Any]) -> None:
+        self.loaded = tree
+
+    def put_flat(self, found: Mapping[str, Any]) -> None:
+        """Takes tensors that are maps of a file. Reading a byte of each page has them all in memory."""
+        for tensor in found.values():
+            if tensor.numel():
+                tensor.numpy().reshape(-1).view(np.uint8)[::_PAGE].max()
+        self.loaded = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +89,7 @@ class Gpt2:
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         d = self.width
         yield "wte.weight", (self.vocabulary, d)
-        yield "wpe.weight", (_GPT2_CONTEXT, d)
+        yield "wpe.weight", (CONTEXT, d)
         for i in range(self.layers):
             block = f"h.{i}"
             yield f"{block}.ln_1.weight", (d,)
@@ -98,7 +118,7 @@ def fit_gpt2(nbytes: int) -> Gpt2:
     target = nbytes // (4 * _ADAM_COPIES)
     best: Gpt2 | None = None
     for layers in range(1, 1000):
-        width = _GPT2_HEAD_WIDTH * layers
+        width = HEAD_WIDTH * layers
         rest = Gpt2(width, layers, 0).parameters
         vocabulary = (target - rest) // width
         if vocabulary < 1:
@@ -108,6 +128,49 @@ def fit_gpt2(nbytes: int) -> Gpt2:
     if best is None:
         raise ValueError(f"a GPT-2 with Adam does not fit into {nbytes} bytes: ask for 2 MiB or more")
     return best
+
+
+def shape_of(nbytes: int, layers: int | None = None, width: int | None = None) -> Gpt2:
+    """The GPT-2 whose weights and Adam moments come to `nbytes`; the vocabulary takes what the rest leaves.
+
+    With one of `layers` and `width` the other follows GPT-2's rule, 64 of width per layer.
+    """
+    if layers is None and width is None:
+        return fit_gpt2(nbytes)
+    layers = layers if layers is not None else max(1, (width or 0) // HEAD_WIDTH)
+    width = width if width is not None else HEAD_WIDTH * layers
+    if layers < 1:
+        raise ValueError(f"a model has at least one layer, not {layers}")
+    if width < HEAD_WIDTH or width % HEAD_WIDTH:
+        raise ValueError(f"the width is a multiple of the head's, {HEAD_WIDTH}, not {width}")
+    rest = Gpt2(width, layers, 0).parameters
+    vocabulary = (nbytes // (4 * _ADAM_COPIES) - rest) // width
+    if vocabulary < 2:
+        needed = 4 * _ADAM_COPIES * (rest + 2 * width) / (1 << 20)
+        raise ValueError(
+            f"{layers} layers of width {width} with Adam take {needed:.0f} MiB: give more --size"
+        )
+    return Gpt2(width, layers, vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much one step of a training computes."""
+
+    batch: int
+    sequence: int
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.sequence < 1:
+            raise ValueError(
+                f"a step computes at least one token, not a batch of {self.batch} x {self.sequence}"
+            )
+        if self.sequence > CONTEXT:
+            raise ValueError(f"GPT-2 sees {CONTEXT} tokens at most, not a sequence of {self.sequence}")
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
 
 
 def shapes_of(shape: Shape, nbytes: int | None = None) -> dict[str, tuple[int, ...]]:
@@ -141,7 +204,7 @@ def build(shape: Shape, nbytes: int | None = None, *, seed: int = 0) -> State:
         rng.standard_normal(out=array, dtype=np.float32)
         if name.endswith(".exp_avg_sq"):
             np.square(array, out=array)
-    return State(shape, arrays, tensors)
+    return State(arrays, tensors)
 
 
 def _few_large(nbytes: int) -> dict[str, tuple[int, ...]]:
@@ -164,3 +227,25 @@ def _gpt2(nbytes: int) -> dict[str, tuple[int, ...]]:
         shapes[f"optimizer.{name}.exp_avg"] = dims
         shapes[f"optimizer.{name}.exp_avg_sq"] = dims
     return shapes
+
+
+def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """How two sets of arrays or tensors differ, bit for bit, or None when they are equal."""
+    if expected.keys() != found.keys():
+        odd = sorted(expected.keys() ^ found.keys())
+        return f"leaves missing or made up: {', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}"
+    for name, leaf in expected.items():
+        array, other = _array(leaf), _array(found[name])
+        if array.dtype != other.dtype or array.shape != other.shape:
+            return f"{name}: {array.dtype}{array.shape} became {other.dtype}{other.shape}"
+        if not np.array_equal(bytes_of(array), bytes_of(other)):
+            return f"{name} differs"
+    return None
+
+
+def _array(leaf: Any) -> Array:
+    return np.asarray(leaf.detach() if hasattr(leaf, "detach") else leaf)
+
+
+def bytes_of(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Framework, Mechanism, Probe, Training
+from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Framework, Probe, Training
+from everystep_study.mechanism import Mechanism
 
 
 class FakeTraining(Training):
@@ -45,43 +46,43 @@ class Pickled(Mechanism):
     """Overwrites in place, checks nothing, and runs whatever it reads."""
 
     key, title, suffix = "pickled", "pickle in place", ".pkl"
-    training: FakeTraining
+    subject: FakeTraining
 
     def write(self, target: Path) -> None:
-        target.write_bytes(pickle.dumps(self.training.arrays(self.weights_only)))
+        target.write_bytes(pickle.dumps(self.subject.arrays(self.weights_only)))
 
     def load(self) -> None:
-        self.training.put(pickle.loads(self.path.read_bytes()))
+        self.subject.put(pickle.loads(self.path.read_bytes()))
 
 
 class Checked(Mechanism):
     """One array after the other behind a checksum, written beside and renamed."""
 
     key, title, suffix = "checked", "checked and atomic", ".bin"
-    training: FakeTraining
+    subject: FakeTraining
 
     def write(self, target: Path) -> None:
-        data = b"".join(array.tobytes() for array in self.training.arrays(self.weights_only).values())
+        data = b"".join(array.tobytes() for array in self.subject.arrays(self.weights_only).values())
         beside = target.with_suffix(".new")
         beside.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
         beside.rename(target)
 
     def load(self) -> None:
-        self.training.put({name: self._read(index) for index, name in enumerate(self._names)})
+        self.subject.put({name: self._read(index) for index, name in enumerate(self._names)})
 
     def read_part(self, name: str) -> NDArray[Any]:
         return self._read(self._names.index(f"model.{name}"))
 
     @property
     def _names(self) -> list[str]:
-        return list(self.training.arrays(self.weights_only))
+        return list(self.subject.arrays(self.weights_only))
 
     def _read(self, index: int) -> NDArray[Any]:
         stored = self.path.read_bytes()
         data = stored[4:]
         if zlib.crc32(data) != int.from_bytes(stored[:4], "little"):
             raise ValueError("the checksum is wrong")
-        size = self.training.weight.nbytes
+        size = self.subject.weight.nbytes
         return np.frombuffer(data[index * size : (index + 1) * size], np.float32).reshape(64, 64).copy()
 
 
@@ -172,7 +173,7 @@ class Wrong(Pickled):
     key, title = "wrong", "restores nothing"
 
     def load(self) -> None:
-        self.training.step()
+        self.subject.step()
 
 
 class TroubledFramework(FakeFramework):

@@ -3,12 +3,12 @@
 | module | what it owns |
 |---|---|
 | this one | which frameworks there are |
-| `process` | their processes, seen from the harness: started, asked, timed out, killed |
-| `worker` | the same from inside: reads orders and answers them |
-| `orders` | what the orders do: clocks, damage, comparisons; one file per suite |
 | `api` | what a framework brings: models, steps, mechanisms; **how to add one** |
+| `orders` | what their processes are told by several suites: describe, build, save, load |
 | `models` | the sizes of the models, the same in all |
-| `*_worker` | one framework each |
+| `*_worker` | one framework each with its mechanisms; beside it its `*_models` and `*_probe` |
+| `torch_mechanisms`, `torch_training` | those of PyTorch, which ``everystep bench`` uses, too |
+| `plain` | mechanisms that need no framework |
 """
 
 from __future__ import annotations

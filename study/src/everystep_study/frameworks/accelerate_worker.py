@@ -8,8 +8,9 @@ from typing import Any
 import accelerate
 import torch
 
-from everystep_study.frameworks.api import EverystepMechanism, Framework, Mechanism, Training
-from everystep_study.frameworks.torch_worker import TorchTraining
+from everystep_study.frameworks.api import Framework, Training
+from everystep_study.frameworks.torch_training import TorchTraining
+from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
 class AccelerateTraining(TorchTraining):
@@ -36,24 +37,13 @@ class SaveState(Mechanism):
 
     key, title = "save-state", "accelerate, save_state"
     weights_only_possible = False
-    training: AccelerateTraining
+    subject: AccelerateTraining
 
     def write(self, target: Path) -> None:
-        self.training.accelerator.save_state(str(target))
+        self.subject.accelerator.save_state(str(target))
 
     def load(self) -> None:
-        self.training.accelerator.load_state(str(self.path))
-
-
-class EverystepSync(EverystepMechanism):
-    key, title, mode = "everystep-sync", "Everystep, sync", "sync"
-    weights_only_possible = False
-
-
-class EverystepOverlap(EverystepMechanism):
-    key, title, mode = "everystep-overlap", "Everystep, overlap", "overlap"
-    weights_only_possible = False
-    background = True
+        self.subject.accelerator.load_state(str(self.path))
 
 
 class AccelerateFramework(Framework):

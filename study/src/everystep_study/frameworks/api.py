@@ -5,8 +5,8 @@ To add a framework:
 1. Write ``NAME_worker.py`` beside this file, with a subclass of `Framework` and ``FRAMEWORK = TheSubclass()``
    at its end. It may import its framework at the top: only its own process imports the module.
 2. Write a subclass of `Training`: the models of `models` (the same layers and sizes), one training step.
-3. Write a subclass of `Mechanism` for each way to checkpoint, used as its own documentation recommends, and
-   one of `EverystepMechanism` for sync and one for overlap.
+3. Write a subclass of `Mechanism` for each way to checkpoint, used as its own documentation recommends. Those
+   of Everystep are `EverystepSync` and `EverystepOverlap` of `everystep_study.mechanism`, or subclasses.
 4. For the suite `determinism`, write a `Probe` and its `DefaultCheckpoint` classes.
 5. Add a line to `everystep_study.frameworks.FRAMEWORKS`, and the pinned packages to
    `everystep_study.environments.ENVIRONMENTS`.
@@ -19,22 +19,21 @@ Everything else (clocks, rounds, durability, damage, time limits, results, the r
 
 from __future__ import annotations
 
-import json
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.peers.base import sync_tree
+from everystep_study.mechanism import Mechanism, Subject
 
 Arrays = Mapping[str, NDArray[Any]]
-PATIENCE_SECONDS = 300.0
 
 
-class Training(ABC):
+class Training(Subject, ABC):
     """One model, its optimizer and a batch of made-up data, all from one seed."""
 
     @abstractmethod
@@ -53,10 +52,6 @@ class Training(ABC):
     def set_weights(self, arrays: Arrays) -> None:
         """Puts values into the model; names as in `weights`, perhaps only some of them."""
 
-    def everystep_state(self, weights_only: bool) -> object:
-        """What `EverystepMechanism` gives to an `everystep.Checkpointer`."""
-        raise NotImplementedError
-
     def arrays(self, weights_only: bool) -> dict[str, NDArray[Any]]:
         found = {f"model.{name}": array for name, array in self.weights().items()}
         if not weights_only:
@@ -64,171 +59,49 @@ class Training(ABC):
         return found
 
 
-class Mechanism(ABC):
-    """One way to checkpoint a `Training`, opened in a directory of its own.
+class Images:
+    """The data of a probe: shuffled, mirrored by Python's random numbers, with noise by numpy's.
 
-    Saves go to `slots` names in turns: two, so that the newest one is never overwritten, or one. A mechanism
-    that keeps its own history of steps ignores `slots` and defines `path`.
+    Has `state_dict` and `load_state_dict`, like any stateful loader.
     """
 
-    key: ClassVar[str]
-    title: ClassVar[str]
-    suffix: ClassVar[str] = ""
-    """Of a file's name; a mechanism that writes a directory has none."""
-    ours: ClassVar[bool] = False
-    background: ClassVar[bool] = False
-    """Whether `save` may return before the state is written."""
-    always_durable: ClassVar[bool] = False
-    weights_only_possible: ClassVar[bool] = True
-    optimizer_possible: ClassVar[bool] = True
+    SAMPLES, BATCH = 40, 8
 
-    def __init__(
-        self,
-        training: Training,
-        directory: Path,
-        *,
-        durable: bool,
-        weights_only: bool = False,
-        slots: int = 2,
-    ) -> None:
-        self.training, self.directory = training, directory
-        self.durable, self.weights_only, self.slots = durable, weights_only, slots
-        self.saves = 0
-        self.open()
+    def __init__(self, seed: int, *, channels_first: bool) -> None:
+        data = np.random.default_rng(1234)  # the data are the same for all
+        shape = (3, 8, 8) if channels_first else (8, 8, 3)
+        self._mirrored = -1 if channels_first else -2
+        self.images = data.standard_normal((self.SAMPLES, *shape)).astype(np.float32)
+        self.labels = data.integers(10, size=self.SAMPLES).astype(np.int32)
+        self._draw = np.random.default_rng(seed)
+        self._shuffle()
 
-    @classmethod
-    def missing(cls) -> str | None:
-        """What has to be installed, or None."""
-        return None
-
-    @classmethod  # noqa: B027
-    def prepare(cls) -> None:
-        """What takes long and is done once per process, such as compiling; not timed."""
-
-    def open(self) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Prepare; not timed."""
+    def take(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The next batch."""
+        if self._taken == self.SAMPLES:
+            self._shuffle()
+        taken = self._order[self._taken : self._taken + self.BATCH]
+        self._taken += self.BATCH
+        images = self.images[taken]
+        if random.random() < 0.5:
+            images = np.flip(images, self._mirrored)
+        noisy = images + 0.1 * np.random.standard_normal(images.shape)
+        return noisy.astype(np.float32), self.labels[taken]
 
     @property
-    def target(self) -> Path:
-        """Where the save that is under way goes."""
-        return self.directory / f"{self.saves % self.slots}{self.suffix}"
+    def seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """What is validated with."""
+        return self.images[: self.BATCH], self.labels[: self.BATCH]
 
-    @property
-    def path(self) -> Path:
-        """The newest checkpoint, a file or a directory; of a directory with no save yet, the one that is
-        there.
-        """
-        if self.saves:
-            return self.directory / f"{(self.saves - 1) % self.slots}{self.suffix}"
-        return self.directory / f"0{self.suffix}"
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self._order.copy(), "taken": self._taken, "draw": self._draw.bit_generator.state}
 
-    @abstractmethod
-    def write(self, target: Path) -> None:
-        """Write the training's state to `target`, which an older checkpoint may occupy. Nothing is synced
-        here, unless `always_durable`, or `background` and `self.durable`.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._order, self._taken = np.array(state["order"]), int(state["taken"])
+        self._draw.bit_generator.state = state["draw"]
 
-    def save(self) -> None:
-        self.write(self.target)
-        self.saves += 1
-
-    def save_and_wait(self) -> None:
-        self.save()
-        self.wait()
-
-    def save_and_sync(self) -> None:
-        """Saves; syncs if that is wanted, and left to the harness."""
-        self.save()
-        if self.durable and not self.always_durable and not self.background:
-            self.sync()
-
-    def sync(self) -> None:
-        """Make the newest one durable: its files and every directory entry that leads to them."""
-        sync_tree(self.path)
-
-    def wait(self) -> None:  # noqa: B027
-        """Returns when what was saved in the background is written, and durable if `self.durable`."""
-
-    def own_sync_seconds(self) -> float:
-        """How much of the last save was syncing, where the mechanism syncs by itself and can tell."""
-        return 0.0
-
-    @abstractmethod
-    def load(self) -> None:
-        """Load the newest checkpoint into the training."""
-
-    def read_part(self, name: str) -> NDArray[Any]:
-        """Read one weight, and no more of the files than needed; NotImplementedError if there is no way."""
-        raise NotImplementedError
-
-    def plant(self, marker: Path) -> bool:
-        """Change the newest checkpoint so that loading it makes the directory `marker`, in a way of this
-        format's own.
-
-        False if there is none. Pickles in place of files, and inside of zip archives, are tried for all.
-        """
-        return False
-
-    def close(self) -> None:  # noqa: B027
-        """Let go of memory and threads."""
-
-
-class EverystepMechanism(Mechanism):
-    """An `everystep.Checkpointer` as a user would make it. Subclasses may replace `make` and `write`."""
-
-    ours = True
-    always_durable = True
-    mode: ClassVar[Literal["sync", "overlap", "snapshot"]]
-
-    def make(self) -> Any:
-        import everystep
-
-        return everystep.Checkpointer(
-            self.run,
-            self.training.everystep_state(self.weights_only),
-            mode=self.mode,
-            keep=everystep.Keep(last=self.slots),
-            preemption=False,
-        )
-
-    def open(self) -> None:
-        self.run = self.directory / "run"
-        self._step = 0
-        self._checkpointer = self.make()
-
-    def write(self, target: Path) -> None:
-        self._step += 1
-        self._checkpointer.save(self._step)
-
-    @property
-    def path(self) -> Path:
-        found = sorted(self.run.glob("step-*"))
-        return found[-1] if found else self.run
-
-    def sync(self) -> None:
-        """Its save has done that."""
-
-    def wait(self) -> None:
-        self._checkpointer.wait(PATIENCE_SECONDS)
-
-    def own_sync_seconds(self) -> float:
-        events = map(json.loads, (self.run / "events.jsonl").read_text().splitlines())
-        seconds: list[dict[str, float]] = [event["seconds"] for event in events if event["event"] == "saved"]
-        return seconds[-1]["sync"] + seconds[-1]["commit"] if seconds else 0.0
-
-    def load(self) -> None:
-        if not self._checkpointer.restore():
-            raise FileNotFoundError(f"{self.run} has no checkpoint")
-        self._step = max(self._step, self._checkpointer.last_durable)
-
-    def read_part(self, name: str) -> NDArray[Any]:
-        import everystep
-
-        with everystep.open(self.path) as checkpoint:
-            return np.asarray(checkpoint[f"model.{name}"][...])
-
-    def close(self) -> None:
-        self._checkpointer.close()
+    def _shuffle(self) -> None:
+        self._order, self._taken = self._draw.permutation(self.SAMPLES), 0
 
 
 class Probe(ABC):
@@ -258,6 +131,19 @@ class Probe(ABC):
         """Puts back what is given, and nothing else."""
 
 
+def capture_random() -> dict[str, Any]:
+    """The states of numpy's and Python's random numbers, by ingredient."""
+    return {"numpy_rng": np.random.get_state(), "python_rng": random.getstate()}
+
+
+def restore_random(captured: Mapping[str, Any]) -> None:
+    """Those of them that were captured."""
+    if "numpy_rng" in captured:
+        np.random.set_state(captured["numpy_rng"])
+    if "python_rng" in captured:
+        random.setstate(captured["python_rng"])
+
+
 class DefaultCheckpoint(ABC):
     """What a framework's documentation shows as *the* checkpoint, of a `Probe`."""
 
@@ -274,6 +160,30 @@ class DefaultCheckpoint(ABC):
 
     @abstractmethod
     def load(self, probe: Any, directory: Path) -> None: ...
+
+
+class EverystepDefault(DefaultCheckpoint):
+    """A `Checkpointer` of what Everystep's documentation shows for the framework, which `state` returns."""
+
+    key, title, ours = "everystep", "Everystep, as in its documentation", True
+    mode: ClassVar[str] = "overlap"
+
+    @abstractmethod
+    def state(self, probe: Any) -> Any: ...
+
+    def save(self, probe: Any, directory: Path) -> None:
+        with self._checkpointer(probe, directory) as checkpointer:
+            checkpointer.save(1)
+
+    def load(self, probe: Any, directory: Path) -> None:
+        with self._checkpointer(probe, directory) as checkpointer:
+            checkpointer.restore()
+
+    def _checkpointer(self, probe: Any, directory: Path) -> Any:
+        import everystep
+
+        mode: Any = self.mode
+        return everystep.Checkpointer(directory / "run", self.state(probe), mode=mode, preemption=False)
 
 
 class Framework(ABC):

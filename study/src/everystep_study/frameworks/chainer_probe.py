@@ -15,7 +15,7 @@ import numpy as np
 from chainer import serializers, training
 from chainer.training import extensions
 
-from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Probe
+from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Probe, capture_random, restore_random
 
 SAMPLES, BATCH = 40, 8
 
@@ -94,8 +94,7 @@ class ChainerProbe(Probe):
                 "momentum": {"states": momentum, "t": self.optimizer.t},
                 "rate": {"lr": self.optimizer.lr, "t": self.shift._t, "last": self.shift._last_value},
                 "data": {"iterator": serial.target, "iteration": self.updater.iteration},
-                "numpy_rng": np.random.get_state(),
-                "python_rng": random.getstate(),
+                **capture_random(),
             }
         )
 
@@ -117,10 +116,7 @@ class ChainerProbe(Probe):
         if "data" in captured:
             self.iterator.serialize(serializers.NpzDeserializer(captured["data"]["iterator"]))
             self.updater.iteration = captured["data"]["iteration"]
-        if "numpy_rng" in captured:
-            np.random.set_state(captured["numpy_rng"])
-        if "python_rng" in captured:
-            random.setstate(captured["python_rng"])
+        restore_random(captured)
 
 
 class TrainerSnapshot(DefaultCheckpoint):

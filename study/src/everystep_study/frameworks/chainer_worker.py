@@ -13,10 +13,10 @@ from chainer import serializers
 from numpy.typing import NDArray
 
 from everystep_study.frameworks import chainer_models
-from everystep_study.frameworks.api import Arrays, EverystepMechanism, Framework, Mechanism, Training
+from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.chainer_probe import ChainerProbe, EverystepSnapshot, TrainerSnapshot
 from everystep_study.frameworks.models import size_of
-from everystep_study.peers.base import missing_modules
+from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
 class ChainerTraining(Training):
@@ -53,13 +53,13 @@ class ChainerTraining(Training):
         for name, array in arrays.items():
             live[name][...] = array
 
-    def serializable(self, weights_only: bool) -> Any:
+    def tree(self, weights_only: bool = False) -> Any:
         return self.model if weights_only else Both(self.model, self.optimizer)
 
     def everystep_state(self, weights_only: bool) -> object:
         from everystep.integrations.chainer import Serialized
 
-        return {"all": Serialized(self.serializable(weights_only))}
+        return {"all": Serialized(self.tree(weights_only))}
 
 
 class Both:
@@ -86,15 +86,13 @@ class Npz(Mechanism):
 
     key, title, suffix = "npz", "npz, compressed", ".npz"
     compressed = True
-    training: ChainerTraining
+    subject: ChainerTraining
 
     def write(self, target: Path) -> None:
-        serializers.save_npz(
-            str(target), self.training.serializable(self.weights_only), compression=self.compressed
-        )
+        serializers.save_npz(str(target), self.subject.tree(self.weights_only), compression=self.compressed)
 
     def load(self) -> None:
-        serializers.load_npz(str(self.path), self.training.serializable(self.weights_only))
+        serializers.load_npz(str(self.path), self.subject.tree(self.weights_only))
 
     def read_part(self, name: str) -> NDArray[Any]:
         place = name.replace(".", "/")
@@ -109,17 +107,14 @@ class PlainNpz(Npz):
 
 class Hdf5(Mechanism):
     key, title, suffix = "hdf5", "HDF5", ".h5"
-    training: ChainerTraining
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return missing_modules("h5py")
+    needs = ("h5py",)
+    subject: ChainerTraining
 
     def write(self, target: Path) -> None:
-        serializers.save_hdf5(str(target), self.training.serializable(self.weights_only))
+        serializers.save_hdf5(str(target), self.subject.tree(self.weights_only))
 
     def load(self) -> None:
-        serializers.load_hdf5(str(self.path), self.training.serializable(self.weights_only))
+        serializers.load_hdf5(str(self.path), self.subject.tree(self.weights_only))
 
     def read_part(self, name: str) -> NDArray[Any]:
         import h5py
@@ -129,42 +124,26 @@ class Hdf5(Mechanism):
             return np.asarray(file[place if self.weights_only else f"model/{place}"])
 
 
-class ChainerEverystep(EverystepMechanism):
-    """A `Checkpointer` with the optimizer announced, as `integrations.chainer.snapshot` makes it."""
+class ChainerSync(EverystepSync):
+    """With the optimizer announced, as `integrations.chainer.snapshot` does."""
 
-    training: ChainerTraining
+    @property
+    def prefix(self) -> str:  # type: ignore[override]
+        return "all." if self.weights_only else "all.model."
 
-    def make(self) -> Any:
-        import everystep
+    def options(self) -> dict[str, Any]:
         from everystep.integrations.chainer import Announced
 
-        return everystep.Checkpointer(
-            self.run,
-            self.training.everystep_state(self.weights_only),
-            mode=self.mode,
-            optimizers=[Announced(self.training.optimizer)],
-            keep=everystep.Keep(last=self.slots),
-            preemption=False,
-        )
-
-    def read_part(self, name: str) -> NDArray[Any]:
-        import everystep
-
-        with everystep.open(self.path) as checkpoint:
-            return np.asarray(checkpoint[f"all.{name}" if self.weights_only else f"all.model.{name}"][...])
+        return {"optimizers": [Announced(self.subject.optimizer)]}
 
 
-class EverystepSync(ChainerEverystep):
-    key, title, mode = "everystep-sync", "Everystep, sync", "sync"
-
-
-class EverystepOverlap(ChainerEverystep):
-    key, title, mode = "everystep-overlap", "Everystep, overlap", "overlap"
+class ChainerOverlap(ChainerSync, EverystepOverlap):
+    key, title, mode = EverystepOverlap.key, EverystepOverlap.title, EverystepOverlap.mode
     background = True
 
 
 class ChainerFramework(Framework):
-    mechanisms = (Npz, PlainNpz, Hdf5, EverystepSync, EverystepOverlap)
+    mechanisms = (Npz, PlainNpz, Hdf5, ChainerSync, ChainerOverlap)
     defaults = (TrainerSnapshot, EverystepSnapshot)
 
     def versions(self) -> dict[str, str]:

@@ -16,16 +16,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from everystep_study.files import sync_tree
 from everystep_study.frameworks import torch_models
-from everystep_study.frameworks.api import Framework, Mechanism, Training
-from everystep_study.frameworks.torch_worker import (
-    EverystepOverlap,
-    EverystepSync,
-    TorchMechanism,
-    TorchSave,
-    TorchTraining,
-)
-from everystep_study.peers.base import sync_tree
+from everystep_study.frameworks.api import Framework, Training
+from everystep_study.frameworks.torch_mechanisms import TorchSave
+from everystep_study.frameworks.torch_training import TorchTraining
+from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 BUFFER_NBYTES = 64 << 20
 """Of the pinned memory, as in the examples of DeepNVMe."""
@@ -78,16 +74,16 @@ class EngineSave(Mechanism):
 
     key, title = "save-checkpoint", "DeepSpeed, save_checkpoint"
     weights_only_possible = False
-    training: DeepSpeedTraining
+    subject: DeepSpeedTraining
 
     def write(self, target: Path) -> None:
-        self.training.engine.save_checkpoint(str(self.directory), tag=target.name)
+        self.subject.engine.save_checkpoint(str(self.directory), tag=target.name)
 
     def sync(self) -> None:
         sync_tree(self.directory)
 
     def load(self) -> None:
-        self.training.engine.load_checkpoint(str(self.directory), tag=self.path.name)
+        self.subject.engine.load_checkpoint(str(self.directory), tag=self.path.name)
 
 
 class EverystepUse(EngineSave):
@@ -100,14 +96,14 @@ class EverystepUse(EngineSave):
     def open(self) -> None:
         from everystep.integrations.deepspeed import use
 
-        engine = self.training.engine
+        engine = self.subject.engine
         self._own = engine.checkpoint_engine
         before = set(vars(engine))
         use(engine, overlap=self.overlap)
         self._added = set(vars(engine)) - before
 
     def close(self) -> None:
-        engine = self.training.engine
+        engine = self.subject.engine
         engine.checkpoint_engine = self._own
         for name in self._added:
             delattr(engine, name)  # the engine's own methods are in its class
@@ -118,10 +114,10 @@ class EverystepUseOverlap(EverystepUse):
     overlap = background = True
 
     def wait(self) -> None:
-        self.training.engine.checkpoint_engine.finish()
+        self.subject.engine.checkpoint_engine.finish()
 
 
-class FastWriter(TorchMechanism):
+class FastWriter(TorchSave):
     """`torch.save` into a FastFileWriter, which writes past the page cache with libaio.
 
     It syncs its file when it is closed, also where a save need not be durable.
@@ -164,16 +160,13 @@ class FastWriter(TorchMechanism):
         )
         self._buffer = self._handle.new_cpu_locked_tensor(BUFFER_NBYTES, torch.empty(0, dtype=torch.uint8))
 
-    def write(self, target: Path) -> None:
+    def write_tree(self, tree: Any, target: Path) -> None:
         from deepspeed.io import FastFileWriter, FastFileWriterConfig
 
         target.unlink(missing_ok=True)  # it overwrites, and leaves what an older file has beyond its end
         writer: Any = FastFileWriter(str(target), FastFileWriterConfig(self._handle, self._buffer))
-        torch.save(self.state_dicts(), writer, _use_new_zipfile_serialization=False)
+        torch.save(tree, writer, _use_new_zipfile_serialization=False)
         writer.close()
-
-    def load(self) -> None:
-        self.training.load_state_dicts(torch.load(self.path))
 
     def close(self) -> None:
         self._handle.free_cpu_locked_tensor(self._buffer)

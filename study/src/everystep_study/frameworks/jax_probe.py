@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +13,14 @@ import optax
 import orbax.checkpoint as ocp
 from flax import linen as nn
 
-from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Probe
-
-SAMPLES, BATCH = 40, 8
+from everystep_study.frameworks.api import (
+    Arrays,
+    DefaultCheckpoint,
+    Images,
+    Probe,
+    capture_random,
+    restore_random,
+)
 
 
 class _Model(nn.Module):
@@ -70,60 +74,34 @@ class JaxProbe(Probe):
     }
 
     def __init__(self, seed: int) -> None:
-        data = np.random.default_rng(1234)  # the data are the same for all
-        self._images = data.standard_normal((SAMPLES, 8, 8, 3)).astype(np.float32)
-        self._labels = data.integers(10, size=SAMPLES)
         np.random.seed(seed)
         random.seed(seed)
+        self.data = Images(seed, channels_first=False)
         begin, key = jax.random.split(jax.random.key(seed))
-        variables = _Model().init(begin, self._images[:1], False)
+        variables = _Model().init(begin, self.data.images[:1], False)
         self.state: dict[str, Any] = {
             **variables,
             "opt_state": _OPTIMIZER.init(variables["params"]),
             "step": 0,
             "key": jax.random.key_data(key),
         }
-        self._order_rng = np.random.default_rng(seed)
-        self._shuffle()
-
-    def _shuffle(self) -> None:
-        self._order, self._taken = self._order_rng.permutation(SAMPLES), 0
 
     def step(self) -> float:
         """The loss of the step, and that of a validation, which sees the statistics of BatchNorm."""
-        if self._taken == SAMPLES:
-            self._shuffle()
-        taken = self._order[self._taken : self._taken + BATCH]
-        self._taken += BATCH
-        images = self._images[taken]
-        if random.random() < 0.5:
-            images = images[:, :, ::-1]
-        images = (images + 0.1 * np.random.standard_normal(images.shape)).astype(np.float32)
+        images, labels = self.data.take()
         rate = 0.05 * 0.7 ** (int(self.state["step"]) // 3)
-        self.state, loss = _train(self.state, images, self._labels[taken], rate)
-        return float(loss) + float(_validate(self.state, self._images[:BATCH], self._labels[:BATCH]))
+        self.state, loss = _train(self.state, images, labels, rate)
+        return float(loss) + float(_validate(self.state, *self.data.seen))
 
     def weights(self) -> Arrays:
         tree = {"params": self.state["params"], "batch_stats": self.state["batch_stats"]}
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
-    def data_state(self) -> dict[str, Any]:
-        return {"order": self._order, "taken": self._taken, "rng": self._order_rng.bit_generator.state}
-
-    def set_data_state(self, state: Mapping[str, Any]) -> None:
-        self._order, self._taken = np.array(state["order"]), int(state["taken"])
-        self._order_rng.bit_generator.state = state["rng"]
-
     def capture(self) -> dict[str, Any]:
         found = jax.tree.map(np.array, self.state)
         found["weights"] = found.pop("params")
-        host = {
-            "data": self.data_state(),
-            "numpy_rng": np.random.get_state(),
-            "python_rng": random.getstate(),
-        }
-        return {**found, **copy.deepcopy(host)}
+        return {**found, "data": self.data.state_dict(), **capture_random()}
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         names = {"weights": "params", **{name: name for name in self.state}}
@@ -132,11 +110,8 @@ class JaxProbe(Probe):
             **{own: captured[name] for name, own in names.items() if name in captured},
         }
         if "data" in captured:
-            self.set_data_state(captured["data"])
-        if "numpy_rng" in captured:
-            np.random.set_state(captured["numpy_rng"])
-        if "python_rng" in captured:
-            random.setstate(captured["python_rng"])
+            self.data.load_state_dict(captured["data"])
+        restore_random(captured)
 
 
 class OrbaxTrainState(DefaultCheckpoint):
@@ -181,17 +156,4 @@ class EverystepTree(DefaultCheckpoint):
     def _tree(self, probe: JaxProbe) -> dict[str, Any]:
         import everystep
 
-        return {"state": probe.state, "data": _Data(probe), "rng": everystep.rng()}
-
-
-class _Data:
-    """The position in the data, as objects with `state_dict` have it."""
-
-    def __init__(self, probe: JaxProbe) -> None:
-        self._probe = probe
-
-    def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(self._probe.data_state())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._probe.set_data_state(state)
+        return {"state": probe.state, "data": probe.data, "rng": everystep.rng()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,12 @@ import optax
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
+from everystep_study.files import sync_tree
 from everystep_study.frameworks import jax_models
-from everystep_study.frameworks.api import (
-    PATIENCE_SECONDS,
-    Arrays,
-    EverystepMechanism,
-    Framework,
-    Mechanism,
-    Training,
-)
+from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.jax_probe import EverystepTree, JaxProbe, OrbaxTrainState
 from everystep_study.frameworks.models import size_of
-from everystep_study.peers.base import sync_tree
+from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
 class Program:
@@ -80,7 +74,7 @@ class JaxTraining(Training):
         jax.block_until_ready(self.state)
         return float(loss)
 
-    def tree(self, weights_only: bool) -> dict[str, Any]:
+    def tree(self, weights_only: bool = False) -> dict[str, Any]:
         return {"variables": self.state["variables"]} if weights_only else self.state
 
     def weights(self) -> Arrays:
@@ -109,27 +103,23 @@ def _name(path: Any) -> str:
     return str(jax.tree_util.keystr(path, simple=True, separator="."))
 
 
-class JaxMechanism(Mechanism):
-    training: JaxTraining
-
-    def tree(self) -> dict[str, Any]:
-        return self.training.tree(self.weights_only)
-
-
-class Orbax(JaxMechanism):
+class Orbax(Mechanism):
     """`StandardCheckpointer`, which writes behind training; here it is waited for at once."""
 
     key, title = "orbax", "Orbax"
+    subject: JaxTraining
 
     def open(self) -> None:
         self._checkpointer = ocp.StandardCheckpointer()
 
     def write(self, target: Path) -> None:
-        self._checkpointer.save(target.absolute(), self.tree(), force=True)
+        self._checkpointer.save(target.absolute(), self.subject.tree(self.weights_only), force=True)
         self._checkpointer.wait_until_finished()
 
     def load(self) -> None:
-        self.training.put(self._checkpointer.restore(self.path.absolute(), self.tree()))
+        self.subject.put(
+            self._checkpointer.restore(self.path.absolute(), self.subject.tree(self.weights_only))
+        )
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -144,17 +134,11 @@ class OrbaxAsync(Orbax):
     def open(self) -> None:
         super().open()
         self._pool = ThreadPoolExecutor(1)
-        self._pending: Future[None] | None = None
 
     def write(self, target: Path) -> None:
         self.wait()
-        self._checkpointer.save(target.absolute(), self.tree(), force=True)
+        self._checkpointer.save(target.absolute(), self.subject.tree(self.weights_only), force=True)
         self._pending = self._pool.submit(self._finish, target)
-
-    def wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result(PATIENCE_SECONDS)
 
     def close(self) -> None:
         self.wait()
@@ -167,63 +151,54 @@ class OrbaxAsync(Orbax):
             sync_tree(target)
 
 
-class Msgpack(JaxMechanism):
+class Msgpack(Mechanism):
     """`flax.serialization.to_bytes` into a file."""
 
     key, title, suffix = "msgpack", "Flax, msgpack", ".msgpack"
+    subject: JaxTraining
 
     def write(self, target: Path) -> None:
-        target.write_bytes(flax.serialization.to_bytes(self.tree()))
+        target.write_bytes(flax.serialization.to_bytes(self.subject.tree(self.weights_only)))
 
     def load(self) -> None:
-        self.training.put(flax.serialization.from_bytes(self.tree(), self.path.read_bytes()))
-
-
-class JaxEverystep(EverystepMechanism):
-    """`everystep.Checkpointer` with `everystep.integrations.jax.pytree`."""
-
-    training: JaxTraining
-
-    def make(self) -> Any:
-        import everystep
-
-        return everystep.Checkpointer(
-            self.run, mode=self.mode, keep=everystep.Keep(last=self.slots), preemption=False
+        self.subject.put(
+            flax.serialization.from_bytes(self.subject.tree(self.weights_only), self.path.read_bytes())
         )
 
-    def write(self, target: Path) -> None:
-        self._step += 1
-        from everystep.integrations.jax import pytree
 
-        self._checkpointer.save(self._step, pytree(self.training.tree(self.weights_only)))
+class JaxSync(EverystepSync):
+    """`everystep.Checkpointer` with `everystep.integrations.jax.pytree`."""
 
-    def load(self) -> None:
-        from everystep.integrations.jax import pytree
+    subject: JaxTraining
+    prefix = "variables."
 
-        step, tree = self._checkpointer.restore(into=pytree(self.training.tree(self.weights_only)))
-        if not step:
-            raise FileNotFoundError(f"{self.run} has no checkpoint")
-        self._step = max(self._step, step)
-        self.training.put(tree)
-
-    def read_part(self, name: str) -> NDArray[Any]:
+    def make(self, arguments: dict[str, Any]) -> Any:
         import everystep
 
-        with everystep.open(self.path) as checkpoint:
-            return np.asarray(checkpoint[f"variables.{name}"][...])
+        return everystep.Checkpointer(self.run, **arguments)
+
+    def write(self, target: Path) -> None:
+        from everystep.integrations.jax import pytree
+
+        self._step += 1
+        self._checkpointer.save(self._step, pytree(self.subject.tree(self.weights_only)))
+
+    def resume(self) -> int:
+        from everystep.integrations.jax import pytree
+
+        into = pytree(self.subject.tree(self.weights_only))
+        self._step, tree = self._checkpointer.restore(into=into)
+        self.subject.put(tree)
+        return self._step
 
 
-class EverystepSync(JaxEverystep):
-    key, title, mode = "everystep-sync", "Everystep, sync", "sync"
-
-
-class EverystepOverlap(JaxEverystep):
-    key, title, mode = "everystep-overlap", "Everystep, overlap", "overlap"
+class JaxOverlap(JaxSync, EverystepOverlap):
+    key, title, mode = EverystepOverlap.key, EverystepOverlap.title, EverystepOverlap.mode
     background = True
 
 
 class JaxFramework(Framework):
-    mechanisms = (Orbax, OrbaxAsync, Msgpack, EverystepSync, EverystepOverlap)
+    mechanisms = (Orbax, OrbaxAsync, Msgpack, JaxSync, JaxOverlap)
     defaults = (OrbaxTrainState, EverystepTree)
 
     def versions(self) -> dict[str, str]:

@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from everystep_study.files import sync_tree
 from everystep_study.frameworks import torch_models
 from everystep_study.frameworks.api import LoopFramework, LoopMechanism, Training
 from everystep_study.frameworks.models import size_of
-from everystep_study.frameworks.torch_worker import TorchTraining
-from everystep_study.peers.base import sync_tree
+from everystep_study.frameworks.torch_training import TorchTraining
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,9 +11,16 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Probe
+from everystep_study.frameworks.api import (
+    Arrays,
+    DefaultCheckpoint,
+    EverystepDefault,
+    Images,
+    Probe,
+    capture_random,
+    restore_random,
+)
 
-SAMPLES, BATCH = 40, 8
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -31,9 +36,6 @@ class TensorFlowProbe(Probe):
     }
 
     def __init__(self, seed: int) -> None:
-        data = np.random.default_rng(1234)  # the data are the same for all
-        self._images = data.standard_normal((SAMPLES, 8, 8, 3)).astype(np.float32)
-        self._labels = data.integers(10, size=SAMPLES).astype(np.int32)
         keras.utils.clear_session()
         keras.utils.set_random_seed(seed)
         inputs = keras.Input((8, 8, 3))
@@ -42,17 +44,13 @@ class TensorFlowProbe(Probe):
         model = keras.Model(inputs, x)
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), _LOSS)
         self.count = 0
-        self._order_rng = np.random.default_rng(seed)
-        self._shuffle()
+        self.data = Images(seed, channels_first=False)
         self.adopt(model)
 
     def adopt(self, model: Any) -> None:
         self.model, self.optimizer = model, model.optimizer
         self.optimizer.build(model.trainable_variables)
         self._train = tf.function(self._train_once)
-
-    def _shuffle(self) -> None:
-        self._order, self._taken = self._order_rng.permutation(SAMPLES), 0
 
     def _train_once(self, images: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -63,19 +61,12 @@ class TensorFlowProbe(Probe):
 
     def step(self) -> float:
         """The loss of the step, and that of a validation, which sees the statistics of BatchNorm."""
-        if self._taken == SAMPLES:
-            self._shuffle()
-        taken = self._order[self._taken : self._taken + BATCH]
-        self._taken += BATCH
-        images = self._images[taken]
-        if random.random() < 0.5:
-            images = images[:, :, ::-1]
-        images = (images + 0.1 * np.random.standard_normal(images.shape)).astype(np.float32)
+        images, labels = self.data.take()
         self.optimizer.learning_rate.assign(0.05 * 0.7 ** (self.count // 3))
-        loss = self._train(tf.constant(images), tf.constant(self._labels[taken]))
+        loss = self._train(tf.constant(images), tf.constant(labels))
         self.count += 1
-        seen = _LOSS(self._labels[:BATCH], self.model(self._images[:BATCH], training=False))
-        return float(loss) + float(seen)
+        images, labels = self.data.seen
+        return float(loss) + float(_LOSS(labels, self.model(images, training=False)))
 
     def _groups(self) -> dict[str, list[Any]]:
         trained = self.model.trainable_variables
@@ -91,17 +82,9 @@ class TensorFlowProbe(Probe):
         groups = self._groups()
         return {v.path: np.array(v.numpy()) for name in ("weights", "statistics") for v in groups[name]}
 
-    def data_state(self) -> dict[str, Any]:
-        return {"order": self._order, "taken": self._taken, "rng": self._order_rng.bit_generator.state}
-
-    def set_data_state(self, state: Mapping[str, Any]) -> None:
-        self._order, self._taken = np.array(state["order"]), int(state["taken"])
-        self._order_rng.bit_generator.state = state["rng"]
-
     def capture(self) -> dict[str, Any]:
         arrays = {name: [np.array(v.numpy()) for v in group] for name, group in self._groups().items()}
-        numbers = {"numpy_rng": np.random.get_state(), "python_rng": random.getstate()}
-        return {**arrays, **numbers, "step": self.count, "data": copy.deepcopy(self.data_state())}
+        return {**arrays, **capture_random(), "step": self.count, "data": self.data.state_dict()}
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         for name, group in self._groups().items():
@@ -109,11 +92,8 @@ class TensorFlowProbe(Probe):
                 variable.assign(value)
         self.count = captured.get("step", self.count)
         if "data" in captured:
-            self.set_data_state(captured["data"])
-        if "numpy_rng" in captured:
-            np.random.set_state(captured["numpy_rng"])
-        if "python_rng" in captured:
-            random.setstate(captured["python_rng"])
+            self.data.load_state_dict(captured["data"])
+        restore_random(captured)
 
 
 class WholeModel(DefaultCheckpoint):
@@ -147,45 +127,38 @@ class CheckpointOfBoth(DefaultCheckpoint):
         probe.count = int(step.numpy())
 
 
-class EverystepObjects(DefaultCheckpoint):
+def missing_integration() -> str | None:
+    try:
+        import everystep.integrations.tensorflow  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+class EverystepObjects(EverystepDefault):
     """`everystep.integrations.tensorflow.state_of` the same objects, and the position in the data."""
 
-    key, title, ours = "everystep", "Everystep, as in its documentation", True
+    mode = "snapshot"
 
     @classmethod
     def missing(cls) -> str | None:
-        try:
-            import everystep.integrations.tensorflow  # noqa: F401
-        except ImportError as error:
-            return str(error)
-        return None
+        return missing_integration()
 
-    def save(self, probe: TensorFlowProbe, directory: Path) -> None:
-        with self._checkpointer(probe, directory) as checkpointer:
-            checkpointer.save(1)
-
-    def load(self, probe: TensorFlowProbe, directory: Path) -> None:
-        with self._checkpointer(probe, directory) as checkpointer:
-            checkpointer.restore()
-
-    def _checkpointer(self, probe: TensorFlowProbe, directory: Path) -> Any:
-        import everystep
+    def state(self, probe: TensorFlowProbe) -> Any:
         from everystep.integrations.tensorflow import state_of
 
         objects = tf.train.Checkpoint(optimizer=probe.optimizer, model=probe.model)
-        state = state_of(objects, loop=_Loop(probe))
-        return everystep.Checkpointer(directory / "run", state, mode="snapshot", preemption=False)
+        return state_of(objects, data=probe.data, loop=_Loop(probe))
 
 
 class _Loop:
-    """The position in the data and the step, as objects with `state_dict` have it."""
+    """The number of steps, as objects with `state_dict` have it."""
 
     def __init__(self, probe: TensorFlowProbe) -> None:
         self._probe = probe
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._probe.count, "data": copy.deepcopy(self._probe.data_state())}
+        return {"step": self._probe.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._probe.count = state["step"]
-        self._probe.set_data_state(state["data"])

@@ -16,14 +16,16 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from everystep_study.frameworks import tensorflow_models
-from everystep_study.frameworks.api import Arrays, EverystepMechanism, Framework, Mechanism, Training
+from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.models import size_of
 from everystep_study.frameworks.tensorflow_probe import (
     CheckpointOfBoth,
     EverystepObjects,
     TensorFlowProbe,
     WholeModel,
+    missing_integration,
 )
+from everystep_study.mechanism import EverystepSnapshot, EverystepSync, Mechanism
 
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -57,6 +59,14 @@ class TensorFlowTraining(Training):
     def step(self) -> float:
         return float(self._train())
 
+    def tree(self, weights_only: bool = False) -> Any:
+        return self.weights_checkpoint if weights_only else self.checkpoint
+
+    def everystep_state(self, weights_only: bool) -> Any:
+        from everystep.integrations.tensorflow import state_of
+
+        return state_of(self.tree(weights_only))
+
     def weights(self) -> Arrays:
         return {variable.path: variable.numpy() for variable in _arrays(self.model.variables)}
 
@@ -79,15 +89,15 @@ class KerasFile(Mechanism):
 
     key, title, suffix = "keras", "Keras, .keras", ".keras"
     weights_only_possible = False
-    training: TensorFlowTraining
+    subject: TensorFlowTraining
 
     def write(self, target: Path) -> None:
-        self.training.model.save(target)
+        self.subject.model.save(target)
 
     def load(self) -> None:
         keras.utils.clear_session()
         found = keras.saving.load_model(self.path)
-        self.training.adopt(found, found.optimizer)
+        self.subject.adopt(found, found.optimizer)
 
     def plant(self, marker: Path) -> bool:
         """A Lambda layer brings its own code."""
@@ -104,34 +114,31 @@ class WeightsHdf5(Mechanism):
 
     key, title, suffix = "weights-h5", "Keras, HDF5 weights", ".weights.h5"
     weights_only_possible = False
-    training: TensorFlowTraining
+    subject: TensorFlowTraining
 
     def write(self, target: Path) -> None:
-        self.training.model.save_weights(target, overwrite=True)
+        self.subject.model.save_weights(target, overwrite=True)
 
     def load(self) -> None:
-        self.training.model.load_weights(self.path)
+        self.subject.model.load_weights(self.path)
 
 
 class TrainCheckpoint(Mechanism):
     """`tf.train.Checkpoint.write` and `read`."""
 
     key, title = "tf-checkpoint", "tf.train.Checkpoint"
-    training: TensorFlowTraining
-
-    def _checkpoint(self) -> Any:
-        return self.training.weights_checkpoint if self.weights_only else self.training.checkpoint
+    subject: TensorFlowTraining
 
     def write(self, target: Path) -> None:
         target.mkdir(exist_ok=True)
-        self._checkpoint().write(str(target / "ckpt"))
+        self.subject.tree(self.weights_only).write(str(target / "ckpt"))
 
     def load(self) -> None:
-        self._checkpoint().read(str(self.path / "ckpt")).assert_existing_objects_matched()
+        self.subject.tree(self.weights_only).read(str(self.path / "ckpt")).assert_existing_objects_matched()
 
     def read_part(self, name: str) -> NDArray[Any]:
         """Its names are paths of objects; ours is found among those of the same shape."""
-        wanted = self.training.weights()[name]
+        wanted = self.subject.weights()[name]
         reader = tf.train.load_checkpoint(str(self.path / "ckpt"))
         for key, shape in reader.get_variable_to_shape_map().items():
             if tuple(shape) == wanted.shape:
@@ -146,50 +153,33 @@ class SavedModel(Mechanism):
 
     key, title = "saved-model", "SavedModel"
     optimizer_possible = False
-    training: TensorFlowTraining
+    subject: TensorFlowTraining
 
     def write(self, target: Path) -> None:
-        self.training.model.export(target, verbose=False)
+        self.subject.model.export(target, verbose=False)
 
     def load(self) -> None:
         found = {variable.name.partition(":")[0]: variable for variable in self._loaded().variables}
-        for variable in self.training.model.variables:
+        for variable in self.subject.model.variables:
             variable.assign(found[variable.path].numpy())
 
     def _loaded(self) -> Any:
         return tf.saved_model.load(str(self.path))
 
 
-class TensorFlowEverystep(EverystepMechanism):
+class TensorFlowSync(EverystepSync):
     """A `Checkpointer` of `everystep.integrations.tensorflow.state_of`."""
 
-    training: TensorFlowTraining
+    subject: TensorFlowTraining
 
     @classmethod
     def missing(cls) -> str | None:
-        try:
-            import everystep.integrations.tensorflow  # noqa: F401
-        except ImportError as error:
-            return str(error)
-        return None
-
-    def make(self) -> Any:
-        import everystep
-        from everystep.integrations.tensorflow import state_of
-
-        training = self.training
-        return everystep.Checkpointer(
-            self.run,
-            state_of(training.weights_checkpoint if self.weights_only else training.checkpoint),
-            mode=self.mode,
-            keep=everystep.Keep(last=self.slots),
-            preemption=False,
-        )
+        return missing_integration()
 
     def read_part(self, name: str) -> NDArray[Any]:
         import everystep
 
-        wanted = self.training.weights()[name]
+        wanted = self.subject.weights()[name]
         with everystep.open(self.path) as checkpoint:
             for key, leaf in checkpoint.leaves.items():
                 if key.startswith("objects.") and tuple(leaf.shape) == wanted.shape:
@@ -199,19 +189,15 @@ class TensorFlowEverystep(EverystepMechanism):
         raise KeyError(name)
 
 
-class EverystepSync(TensorFlowEverystep):
-    key, title, mode = "everystep-sync", "Everystep, sync", "sync"
-
-
-class EverystepSnapshot(TensorFlowEverystep):
+class TensorFlowSnapshot(TensorFlowSync, EverystepSnapshot):
     """As its documentation has it: variables are read in place, and written while the next steps run."""
 
-    key, title, mode = "everystep-snapshot", "Everystep, snapshot", "snapshot"
+    key, title, mode = EverystepSnapshot.key, EverystepSnapshot.title, EverystepSnapshot.mode
     background = True
 
 
 class TensorFlowFramework(Framework):
-    mechanisms = (KerasFile, WeightsHdf5, TrainCheckpoint, SavedModel, EverystepSync, EverystepSnapshot)
+    mechanisms = (KerasFile, WeightsHdf5, TrainCheckpoint, SavedModel, TensorFlowSync, TensorFlowSnapshot)
     defaults = (WholeModel, CheckpointOfBoth, EverystepObjects)
 
     def versions(self) -> dict[str, str]:

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from everystep_study import training_model
 from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg
-from everystep_study.states import Gpt2
+from everystep_study.states import HEAD_WIDTH
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -79,10 +78,60 @@ def mlp(size: Mlp) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(inputs, size.classes))
 
 
+def gpt(size: Gpt) -> nn.ModuleDict:
+    """GPT-2's parameters by GPT-2's names; the output shares the weight of the input embedding, as there."""
+    width = size.width
+
+    def embedding(count: int) -> nn.Embedding:
+        made = nn.Embedding(count, width)
+        nn.init.normal_(made.weight, std=0.02)
+        return made
+
+    blocks = nn.ModuleList(
+        nn.ModuleDict(
+            {
+                "ln_1": nn.LayerNorm(width),
+                "c_attn": nn.Linear(width, 3 * width),
+                "attn_proj": nn.Linear(width, width),
+                "ln_2": nn.LayerNorm(width),
+                "c_fc": nn.Linear(width, 4 * width),
+                "mlp_proj": nn.Linear(4 * width, width),
+            }
+        )
+        for _ in range(size.layers)
+    )
+    return nn.ModuleDict(
+        {
+            "wte": embedding(size.vocabulary),
+            "wpe": embedding(size.context),
+            "h": blocks,
+            "ln_f": nn.LayerNorm(width),
+        }
+    )
+
+
+def gpt_loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    count, length = inputs.shape
+    hidden = model["wte"](inputs) + model["wpe"](torch.arange(length))
+    width = hidden.shape[-1]
+    for block in model["h"]:
+        mixed = block["c_attn"](block["ln_1"](hidden))
+        query, key, value = (
+            part.view(count, length, -1, HEAD_WIDTH).transpose(1, 2) for part in mixed.split(width, dim=2)
+        )
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + block["attn_proj"](seen.transpose(1, 2).reshape(count, length, width))
+        wide = functional.gelu(block["c_fc"](block["ln_2"](hidden)), approximate="tanh")
+        hidden = hidden + block["mlp_proj"](wide)
+    logits = functional.linear(model["ln_f"](hidden), model["wte"].weight)
+    loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss
+
+
 def build(size: Mlp | ResNet | Vgg | Gpt) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
     """A model, its optimizer and one batch, from torch's global random numbers."""
     if isinstance(size, Gpt):
-        model: nn.Module = training_model.build(Gpt2(size.width, size.layers, size.vocabulary))
+        model: nn.Module = gpt(size)
         tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1))
         batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch
@@ -98,5 +147,5 @@ def build(size: Mlp | ResNet | Vgg | Gpt) -> tuple[nn.Module, torch.optim.Optimi
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     if isinstance(model, nn.ModuleDict):
-        return training_model.loss_of(model, *batch)
+        return gpt_loss(model, *batch)
     return functional.cross_entropy(model(batch[0]), batch[1])

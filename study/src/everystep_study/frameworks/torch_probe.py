@@ -13,35 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Probe
-
-SAMPLES, BATCH = 40, 8
-
-
-class Position:
-    """Shuffled indices, and how many were taken; like any stateful loader it has `state_dict`."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._order = torch.empty(0, dtype=torch.int64)
-        self._shuffle()
-
-    def take(self) -> torch.Tensor:
-        if self._taken == SAMPLES:
-            self._shuffle()
-        self._taken += BATCH
-        return self._order[self._taken - BATCH : self._taken]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self._order, "taken": self._taken, "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        order: torch.Tensor = state["order"]
-        self._order, self._taken = order.clone(), int(state["taken"])
-        self._generator.set_state(state["generator"])
-
-    def _shuffle(self) -> None:
-        self._order, self._taken = torch.randperm(SAMPLES, generator=self._generator), 0
+from everystep_study.frameworks.api import (
+    Arrays,
+    DefaultCheckpoint,
+    EverystepDefault,
+    Images,
+    Probe,
+    capture_random,
+    restore_random,
+)
 
 
 class TorchProbe(Probe):
@@ -56,41 +36,30 @@ class TorchProbe(Probe):
     }
 
     def __init__(self, seed: int) -> None:
-        data = torch.Generator().manual_seed(1234)  # the data are the same for all
-        self._images = torch.randn(SAMPLES, 3, 8, 8, generator=data)
-        self._labels = torch.randint(10, (SAMPLES,), generator=data)
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        self.model = nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.Flatten(),
-            nn.Linear(288, 10),
-        )
+        layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3))
+        self.model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
-        self.data = Position(seed)
+        self.data = Images(seed, channels_first=True)
 
     def step(self) -> float:
         """The loss of the step, and that of a validation, which sees the buffers of BatchNorm."""
-        taken = self.data.take()
-        images = self._images[taken]
-        if random.random() < 0.5:
-            images = images.flip(-1)
-        images = images + torch.from_numpy(0.1 * np.random.standard_normal(images.shape)).float()
         self.model.train()
-        loss = functional.cross_entropy(self.model(images), self._labels[taken])
+        loss = self._loss(self.data.take())
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.scheduler.step()
         self.model.eval()
         with torch.no_grad():
-            seen = functional.cross_entropy(self.model(self._images[:BATCH]), self._labels[:BATCH])
-        return loss.item() + seen.item()
+            return loss.item() + self._loss(self.data.seen).item()
+
+    def _loss(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        images, labels = map(torch.from_numpy, batch)
+        return functional.cross_entropy(self.model(images), labels.long())
 
     def weights(self) -> Arrays:
         return {name: tensor.numpy().copy() for name, tensor in self.model.state_dict().items()}
@@ -104,8 +73,7 @@ class TorchProbe(Probe):
                 "scheduler": self.scheduler.state_dict(),
                 "data": self.data.state_dict(),
                 "torch_rng": torch.get_rng_state(),
-                "numpy_rng": np.random.get_state(),
-                "python_rng": random.getstate(),
+                **capture_random(),
             }
         )
 
@@ -119,10 +87,7 @@ class TorchProbe(Probe):
                 getattr(self, name).load_state_dict(captured[name])
         if "torch_rng" in captured:
             torch.set_rng_state(captured["torch_rng"])
-        if "numpy_rng" in captured:
-            np.random.set_state(captured["numpy_rng"])
-        if "python_rng" in captured:
-            random.setstate(captured["python_rng"])
+        restore_random(captured)
 
 
 class GeneralCheckpoint(DefaultCheckpoint):
@@ -140,7 +105,7 @@ class GeneralCheckpoint(DefaultCheckpoint):
         probe.optimizer.load_state_dict(found["optimizer"])
 
 
-class DcpCheckpoint(DefaultCheckpoint):
+class DcpDefault(DefaultCheckpoint):
     """The tutorial of `torch.distributed.checkpoint`: `get_state_dict` of model and optimizer."""
 
     key, title = "dcp", "DCP, as in the tutorial"
@@ -156,12 +121,8 @@ class DcpCheckpoint(DefaultCheckpoint):
 
         state = self._state(probe)
         load(state, checkpoint_id=directory / "dcp", no_dist=True)
-        set_state_dict(
-            probe.model,
-            probe.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        kinds = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(probe.model, probe.optimizer, **kinds)
 
     def _state(self, probe: TorchProbe) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -170,27 +131,11 @@ class DcpCheckpoint(DefaultCheckpoint):
         return {"model": model, "optimizer": optimizer}
 
 
-class EverystepCheckpoint(DefaultCheckpoint):
+class EverystepTorch(EverystepDefault):
     """A `Checkpointer` with the state that docs/training.md shows."""
 
-    key, title, ours = "everystep", "Everystep, as in its documentation", True
-
-    def save(self, probe: TorchProbe, directory: Path) -> None:
-        with self._checkpointer(probe, directory) as checkpointer:
-            checkpointer.save(1)
-
-    def load(self, probe: TorchProbe, directory: Path) -> None:
-        with self._checkpointer(probe, directory) as checkpointer:
-            checkpointer.restore()
-
-    def _checkpointer(self, probe: TorchProbe, directory: Path) -> Any:
+    def state(self, probe: TorchProbe) -> Any:
         import everystep
 
-        state = {
-            "model": probe.model,
-            "optimizer": probe.optimizer,
-            "scheduler": probe.scheduler,
-            "data": probe.data,
-            "rng": everystep.rng(),
-        }
-        return everystep.Checkpointer(directory / "run", state, preemption=False)
+        kept = {"model": probe.model, "optimizer": probe.optimizer, "scheduler": probe.scheduler}
+        return {**kept, "data": probe.data, "rng": everystep.rng()}

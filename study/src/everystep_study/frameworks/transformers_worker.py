@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 
+from everystep_study.files import sync_tree
 from everystep_study.frameworks.api import LoopFramework, LoopMechanism, Training
 from everystep_study.frameworks.models import Gpt, size_of
-from everystep_study.frameworks.torch_worker import TorchTraining
-from everystep_study.peers.base import sync_tree
+from everystep_study.frameworks.torch_training import TorchTraining
 
 
 class Own(LoopMechanism):

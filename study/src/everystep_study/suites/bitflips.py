@@ -7,13 +7,19 @@ the files of a checkpoint, which is then loaded.
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everystep_study.frameworks.orders.bitflips import NOTICED_LOSS
-from everystep_study.frameworks.process import FrameworkProcess
+import numpy as np
+from numpy.typing import NDArray
+
+from everystep_study.files import files_below
+from everystep_study.frameworks.api import Arrays
+from everystep_study.frameworks.orders import Context, build, load, save
 from everystep_study.report import (
     NOTHING,
     Item,
@@ -30,11 +36,105 @@ from everystep_study.report import (
 from everystep_study.results import Row
 from everystep_study.suite import Case, Group, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
+from everystep_study.suites.damage import file_bit_flipped
+from everystep_study.workers import FrameworkProcess
 
 BITS = 32
 STEPS = 10
 WEIGHTS = (1, 100)
 _MODEL = "mlp"
+
+
+NOTICED_LOSS = 0.01
+"""A loss that is off by more than this part of it would be seen by whoever watches the curve."""
+_NEIGHBOURS = 8
+
+
+def flip_and_train(
+    context: Context, bits: int, weights: int, steps: int, seed: int, draw: int, directory: str
+) -> dict[str, float]:
+    """Trains; then for each bit position goes back to that state, flips the bit in some weights, trains
+    on, and compares the losses with those of a training without the flip.
+
+    `draw` chooses the weights. Our own checkpoint goes back, where there is one: it is quick and exact.
+    """
+    model, quick, _ = context.built
+    training = context.framework.build(model, quick, seed)
+    for _ in range(steps):
+        training.step()
+    kinds = context.framework.mechanisms
+    chosen = next((each.key for each in kinds if each.ours), kinds[0].key)
+    readings: dict[str, float] = {}
+    with context.opened(chosen, directory, durable=False, training=training) as opened:
+        opened.save_and_wait()
+        clean = [training.step() for _ in range(steps)]
+        for bit in range(bits):
+            opened.load()
+            training.set_weights(flip_in_memory(training.weights(), bit, weights, draw))
+            found = _compared(clean, [training.step() for _ in range(steps)])
+            readings |= {f"{name}, bit {bit}": value for name, value in found.items()}
+    return readings
+
+
+def flip_in_file(context: Context, mechanism: str, directory: str, bit: int, seed: int) -> dict[str, float]:
+    """Flips one bit of one weight inside of the files of a checkpoint, loads it, and flips it back.
+
+    A weight is found by its bytes and those of its neighbours. A format that compresses, or stores them
+    in another order, has them nowhere.
+    """
+    with context.opened(mechanism, directory, durable=False) as opened:
+        path = opened.path
+    array = max(context.training.weights().values(), key=lambda array: array.nbytes)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    index = random.Random(seed * 1000 + bit).randrange(_NEIGHBOURS, flat.size - _NEIGHBOURS)
+    place = find_bytes(path, flat[index - _NEIGHBOURS : index + _NEIGHBOURS].tobytes())
+    if place is None:
+        return {"found": 0.0}
+    file, offset = place
+    offset += _NEIGHBOURS * flat.itemsize + bit // 8
+    with file_bit_flipped(file, offset, bit % 8):
+        try:
+            equal = load(context, mechanism, directory, again=True)["readings"]["equal"]
+        except Exception:
+            return {"found": 1.0, "refused": 1.0}
+    return {"found": 1.0, "refused": 0.0, "silent": 1.0 - equal}
+
+
+def flip_in_memory(weights: Arrays, bit: int, count: int, seed: int) -> dict[str, NDArray[Any]]:
+    """The weights that change: bit `bit` of `count` elements, drawn from all floating-point ones of four
+    bytes.
+    """
+    names = sorted(name for name, array in weights.items() if array.dtype == np.float32 and array.ndim > 1)
+    sizes = [weights[name].size for name in names]
+    draw = random.Random(seed * 1000 + bit)
+    changed: dict[str, NDArray[Any]] = {}
+    for name in draw.choices(names, sizes, k=count):
+        array = changed.setdefault(name, np.array(weights[name], order="C"))
+        flat = array.reshape(-1).view(np.uint32)
+        flat[draw.randrange(flat.size)] ^= np.uint32(1 << bit)
+    return changed
+
+
+def find_bytes(path: Path, wanted: bytes) -> tuple[Path, int] | None:
+    for file in files_below(path):
+        at = file.read_bytes().find(wanted)
+        if at >= 0:
+            return file, at
+    return None
+
+
+def _compared(clean: list[float], losses: list[float]) -> dict[str, float]:
+    """The first step whose loss is off, or no number at all, and how far off the worst one is."""
+    noticed = broken = 0
+    worst = 0.0
+    for step, (loss, expected) in enumerate(zip(losses, clean, strict=True), 1):
+        off = abs(loss - expected) / max(abs(expected), 1e-12) if math.isfinite(loss) else math.inf
+        if not math.isfinite(loss) and not broken:
+            broken = step
+        if off > NOTICED_LOSS and not noticed:
+            noticed = step
+        worst = max(worst, min(off, 1e30))
+    return {"noticed_step": noticed, "broken_step": broken, "worst_loss_change": worst}
 
 
 class Trained(Case):
@@ -48,7 +148,7 @@ class Trained(Case):
 
     def measure(self, turn: Turn) -> None:
         found = self._process.ask(
-            "flip_and_train",
+            flip_and_train,
             bits=BITS,
             weights=self._weights,
             steps=STEPS,
@@ -74,11 +174,11 @@ class Loaded(MechanismCase):
 
     def measure(self, turn: Turn) -> None:
         directory = str(turn.directory)
-        self.process.ask("save", mechanism=self.key, directory=directory)
+        self.process.ask(save, mechanism=self.key, directory=directory)
         readings: dict[str, float] = {}
         for bit in range(BITS):
             found = self.process.ask(
-                "flip_in_file", mechanism=self.key, directory=directory, bit=bit, seed=self._seed
+                flip_in_file, mechanism=self.key, directory=directory, bit=bit, seed=self._seed
             )
             readings |= {f"{name}, bit {bit}": value for name, value in found.items()}
         for name in ("found", "refused", "silent"):
@@ -155,9 +255,9 @@ class BitflipsSuite(FrameworkSuite):
     name = "bitflips"
     report = REPORT
 
-    def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
-        self.built = process.ask("build", model=_MODEL, quick=True, seed=self.seed)
+    def measured(self, process: FrameworkProcess) -> Iterator[Group]:
+        self.built = process.ask(build, model=_MODEL, quick=True, seed=self.seed)
         trained = [Trained(process, count, self.seed) for count in WEIGHTS]
         yield self.group("training", [*trained], share=0.5, warm_up=0)
-        loaded = [Loaded(process, each, self.seed) for each in hello["mechanisms"]]
+        loaded = [Loaded(process, each, self.seed) for each in process.hello["mechanisms"]]
         yield Group("loader", loaded, 1, warm_up=0)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from everystep_study.frameworks import Entry
+from everystep_study.frameworks import Entry, orders
 from everystep_study.frameworks.models import TITLES
-from everystep_study.frameworks.process import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
 from everystep_study.report import SuiteReport, View
 from everystep_study.results import Result
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.workers import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
 
 ORDER_SECONDS = 300.0
 QUICK_ORDER_SECONDS = 45.0
@@ -52,7 +52,7 @@ class MechanismCase(Case):
         return found
 
     def setup(self, directory: Path) -> None:
-        self.process.ask("prepare", PREPARE_SECONDS, mechanism=self.mechanism["key"])
+        self.process.ask(orders.prepare, PREPARE_SECONDS, mechanism=self.mechanism["key"])
 
 
 @dataclass
@@ -69,8 +69,6 @@ class FrameworkSuite(Suite):
     seed: int = 0
     seconds: float | None = None
     rounds: int = 3
-    mechanisms: tuple[str, ...] = ()
-    """Only these; empty for all."""
     versions: dict[str, str] = field(default_factory=dict)
     built: dict[str, float] = field(default_factory=dict)
     end: float = math.inf
@@ -85,24 +83,17 @@ class FrameworkSuite(Suite):
     def groups(self, folder: Path) -> Iterator[Group]:
         with FrameworkProcess(self.framework, self.entry, folder, self.order_seconds, self.end) as process:
             try:
-                hello = process.ask("hello")
-                self.versions = hello["versions"]
+                process.look_at_clock()
+                process.start()
+                self.versions = process.hello["versions"]
+                yield from self.measured(process)
             except FrameworkMissing as error:
                 yield self._absent(str(error))
-                return
-            except (WorkerFailed, TimeUp) as error:
-                yield self._absent(None, str(error))
-                return
-            hello["mechanisms"] = [
-                each for each in hello["mechanisms"] if not self.mechanisms or each["key"] in self.mechanisms
-            ]
-            try:
-                yield from self.measured(process, hello, folder)
             except (WorkerFailed, TimeUp) as error:  # of a model that cannot be built, or of the clock
                 yield self._absent(None, str(error))
 
     @abstractmethod
-    def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
+    def measured(self, process: FrameworkProcess) -> Iterator[Group]:
         """The groups, of a framework that is there."""
 
     def group(self, name: str, cases: list[Case], share: float = 1.0, **options: Any) -> Group:
@@ -111,7 +102,7 @@ class FrameworkSuite(Suite):
         return Group(name, cases, options.pop("rounds", self.rounds), seconds=seconds, **options)
 
     def build(self, process: FrameworkProcess) -> None:
-        self.built = process.ask("build", model=self.model, quick=self.quick, seed=self.seed)
+        self.built = process.ask(orders.build, model=self.model, quick=self.quick, seed=self.seed)
 
     def subject(self) -> str:
         return (

@@ -22,7 +22,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from everystep_study import results
-from everystep_study.peers.base import missing_modules, sync
+from everystep_study.files import missing_modules, sync
 from everystep_study.report import Columns, View, milliseconds
 from everystep_study.results import SECONDS, Bar, Interval, Result, Row
 from everystep_study.suite import Case, Group, Needs, Suite, Turn

@@ -19,7 +19,7 @@ import msgspec
 
 from everystep import inspect
 from everystep_study import results
-from everystep_study.peers.base import files_below
+from everystep_study.files import files_below
 from everystep_study.report import TIMES, Columns, View
 from everystep_study.results import GB, MIB, SECONDS, Bar, Result, Row, exactly, judge
 from everystep_study.suite import Case, Group, Needs, Suite, Turn

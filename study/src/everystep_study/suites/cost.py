@@ -2,20 +2,27 @@
 
 Each turn of a mechanism trains some steps without checkpoints and as many with them, for each frequency.
 Durable and not durable are different cases; what is always durable has no other one. The durable one also
-splits one save into serialising, writing and syncing (`frameworks.orders.cost.split`).
+splits one save into serialising, writing and syncing. All clocks are in the framework's process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from everystep_study import frameworks
+from everystep_study.costs import wall_seconds
+from everystep_study.files import remove
+from everystep_study.frameworks.api import LoopFramework, Training
 from everystep_study.frameworks.models import TITLES
-from everystep_study.frameworks.process import FrameworkProcess, memory_folder
-from everystep_study.peers.base import remove
+from everystep_study.frameworks.orders import Context
+from everystep_study.mechanism import Mechanism
 from everystep_study.report import (
     NOTHING,
     Bar,
@@ -34,10 +41,11 @@ from everystep_study.report import (
     table,
     whole,
 )
-from everystep_study.results import Row
+from everystep_study.results import SECONDS, Row
 from everystep_study.results_directory import Entry
 from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
+from everystep_study.workers import FrameworkProcess
 
 STEPS = 4
 EVERY = (1, STEPS)
@@ -45,6 +53,127 @@ SLOW_TURN_SECONDS = 20.0
 """A turn that takes longer is not made for warming up alone: it saves before its clock starts, too."""
 _COPIES = 3
 """Two checkpoints in turns, and the one in memory."""
+
+
+LONG_SECONDS = 2.0
+"""Saves that take longer are not repeated before the clock starts: what one of them finds out is the same."""
+SLOW_SECONDS = 10.0
+"""A save that takes longer is made once in a turn."""
+
+
+def train(
+    context: Context, mechanism: str, durable: bool, every: list[int], steps: int, directory: str
+) -> dict[str, Any]:
+    """So many steps without checkpoints; for each frequency as many with one after each `every` steps;
+    as many without again. Answers readings by frequency.
+
+    Some saves are made before the clock starts: what is measured is the middle of a training, in which
+    every name has been written before, and a save that is due may have to wait for the one before it.
+    """
+    if isinstance(context.framework, LoopFramework):
+        return _train_loop(context.framework, mechanism, durable, every, steps, Path(directory))
+    training = context.training
+
+    def train_only() -> float:
+        return wall_seconds(lambda: [training.step() for _ in range(steps)])
+
+    before = train_only()
+    with context.opened(mechanism, directory, durable=durable, slots=2) as opened:
+        slow = settling = 0.0
+        for _ in range(opened.slots + 1):
+            slow = wall_seconds(opened.save_and_sync)
+            settling += slow
+            if settling > LONG_SECONDS:
+                break
+        if slow > SLOW_SECONDS and not opened.background:
+            # Nothing overlaps with it, so it costs what it takes: once is enough.
+            alone = {**_compared(before + slow, before, 1), "call_seconds": slow}
+            return {
+                str(each): {**alone, "lost_percent": 100 * slow / (before * each / steps)} for each in every
+            }
+        blocks = [_block(training, opened, each, steps) for each in every]
+    base = (before + train_only()) / 2
+    found = {}
+    for each, (seconds, called, drained) in zip(every, blocks, strict=True):
+        saves = steps // each
+        found[str(each)] = {
+            **_compared(seconds, base, saves),
+            "call_seconds": called / saves,
+            "drain_seconds": drained,
+        }
+    return found
+
+
+def _block(training: Training, opened: Mechanism, every: int, steps: int) -> tuple[float, float, float]:
+    """Steps with checkpoints: all seconds, those in saves, and those until the last was written."""
+    called = 0.0
+    began = time.perf_counter()
+    for step in range(1, steps + 1):
+        training.step()
+        if step % every == 0:
+            called += wall_seconds(opened.save_and_sync)
+    return time.perf_counter() - began, called, wall_seconds(opened.wait)
+
+
+def _train_loop(
+    framework: LoopFramework, mechanism: str, durable: bool, every: list[int], steps: int, directory: Path
+) -> dict[str, Any]:
+    def seconds_of(mechanism: str, every: int) -> float:
+        directory.mkdir(parents=True)
+        try:
+            return framework.loop(mechanism, durable, every, steps, directory)
+        finally:
+            remove(directory)
+
+    before = seconds_of("", 1)
+    blocks = [seconds_of(mechanism, each) for each in every]
+    base = (before + seconds_of("", 1)) / 2
+    return {
+        str(each): _compared(seconds, base, steps // each)
+        for each, seconds in zip(every, blocks, strict=True)
+    }
+
+
+def split(context: Context, mechanism: str, directory: str, memory: str) -> dict[str, float]:
+    """Where the time of one durable save goes, found from outside, the same way for all.
+
+    Serialising: all of a save into a filesystem in memory. Writing: how much longer the same takes on the
+    disk. Syncing: what it then takes to make it durable. Each is timed at the second save in its
+    directory; a long one at the first.
+    """
+    found = {}
+    for name, place in (("memory", memory), ("disk", directory)):
+        if not place:
+            continue
+        try:
+            with context.opened(mechanism, place, durable=False, slots=2) as opened:
+                for _ in range(2):
+                    found[name] = wall_seconds(opened.save) + wall_seconds(opened.wait)
+                    found[f"{name} sync"] = opened.own_sync_seconds()
+                    if name == "disk" and not opened.always_durable:
+                        found["disk sync"] = wall_seconds(opened.sync)
+                    if found[name] > LONG_SECONDS:
+                        break
+        finally:
+            remove(Path(place))
+    inner = context.mechanisms[mechanism].always_durable
+    save = found["disk"] - (found["disk sync"] if inner else 0.0)
+    readings = {"save_seconds": found["disk"], "sync_seconds": found["disk sync"]}
+    if "memory" in found:
+        readings["serialise_seconds"] = min(found["memory"], save)
+        readings["write_seconds"] = max(0.0, save - found["memory"])
+    return readings
+
+
+def _compared(seconds: float, base: float, saves: int) -> dict[str, float]:
+    """A training with checkpoints, and the same one without."""
+    return {
+        SECONDS: seconds,
+        "base_seconds": base,
+        "saves": saves,
+        "stall_seconds": (seconds - base) / saves,
+        "lost_percent": 100 * (seconds - base) / base,
+    }
 
 
 class Cost(MechanismCase):
@@ -64,7 +193,7 @@ class Cost(MechanismCase):
         common = {"mechanism": self.mechanism["key"], "durable": self._durable}
         place = turn.directory / "saved"
         with turn.settled():
-            found = self.process.ask("train", every=list(EVERY), steps=STEPS, directory=str(place), **common)
+            found = self.process.ask(train, every=list(EVERY), steps=STEPS, directory=str(place), **common)
         for every, section in zip(EVERY, self.sections, strict=False):
             turn.record(section, found[str(every)])
         remove(place)
@@ -72,7 +201,7 @@ class Cost(MechanismCase):
             memory = f"{self._memory}/{self.mechanism['key']}" if self._memory else ""
             with turn.settled():
                 found = self.process.ask(
-                    "split", mechanism=self.mechanism["key"], memory=memory, directory=str(place)
+                    split, mechanism=self.mechanism["key"], memory=memory, directory=str(place)
                 )
             turn.record(self.sections[-1], found)
 
@@ -205,20 +334,34 @@ REPORT = SuiteReport(
 )
 
 
+@contextlib.contextmanager
+def memory_folder(nbytes: int, where: Path = Path("/dev/shm")) -> Iterator[str]:
+    """A folder in memory with so much room, or "" where there is none; removed at the end."""
+    room = os.statvfs(where) if where.is_dir() else None
+    if room is None or room.f_bavail * room.f_frsize < nbytes:
+        yield ""
+        return
+    folder = tempfile.mkdtemp(prefix="everystep-study-", dir=where)
+    try:
+        yield folder
+    finally:
+        remove(Path(folder))
+
+
 @dataclass
 class CostSuite(FrameworkSuite):
     name = "cost"
     report = REPORT
 
-    def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
+    def measured(self, process: FrameworkProcess) -> Iterator[Group]:
         self.build(process)
         nbytes = int(self.built["weights_nbytes"] + self.built["optimizer_nbytes"])
         with memory_folder(_COPIES * nbytes) as memory:
             cases: list[Case] = []
-            for mechanism in hello["mechanisms"]:
+            for mechanism in process.hello["mechanisms"]:
                 if not mechanism["always_durable"]:
                     cases.append(Cost(process, mechanism, False, memory, split=False))
-                cases.append(Cost(process, mechanism, True, memory, split=not hello["loop"]))
+                cases.append(Cost(process, mechanism, True, memory, split=not process.hello["loop"]))
             yield self.group(f"{self.framework}, {self.model}", cases, slow_seconds=SLOW_TURN_SECONDS)
 
     def needs(self) -> Needs:

@@ -15,21 +15,41 @@ import shutil
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from everystep_study.costs import wall_seconds
+from everystep_study.files import files_below, remove, sync_tree
 from everystep_study.frameworks import Entry
-from everystep_study.frameworks.orders.bitflips import file_bit_flipped
-from everystep_study.frameworks.process import FrameworkProcess, WorkerFailed
-from everystep_study.peers.base import files_below, remove
+from everystep_study.frameworks.orders import Context, build, digest, load, save
+from everystep_study.results import SECONDS
 from everystep_study.suite import Turn
 from everystep_study.suites.by_framework import MechanismCase
+from everystep_study.workers import FrameworkProcess, WorkerFailed
 
 _BEGIN_SECONDS = 60.0
 _POLL_SECONDS = 0.0005
+
+
+@contextmanager
+def file_bit_flipped(file: Path, offset: int, bit: int) -> Iterator[None]:
+    """A context in which one bit of a file is the other way round."""
+
+    def flip() -> None:
+        with file.open("r+b") as stream:
+            stream.seek(offset)
+            old = stream.read(1)[0]
+            stream.seek(offset)
+            stream.write(bytes([old ^ (1 << bit)]))
+
+    flip()
+    try:
+        yield
+    finally:
+        flip()
 
 
 class Flips(MechanismCase):
@@ -41,7 +61,7 @@ class Flips(MechanismCase):
 
     def measure(self, turn: Turn) -> None:
         directory = str(turn.directory)
-        saved = self.process.ask("save", mechanism=self.key, directory=directory)
+        saved = self.process.ask(save, mechanism=self.key, directory=directory)
         files = files_below(Path(saved["path"]))
         sizes = [file.stat().st_size for file in files]
         draw = random.Random(self._seed)
@@ -50,7 +70,7 @@ class Flips(MechanismCase):
             file = draw.choices(files, sizes)[0]
             with file_bit_flipped(file, draw.randrange(file.stat().st_size), draw.randrange(8)):
                 try:
-                    found = self.process.ask("load", mechanism=self.key, directory=directory, again=True)
+                    found = self.process.ask(load, mechanism=self.key, directory=directory, again=True)
                 except WorkerFailed:  # an error, or the end of the process: somebody will look
                     refused += 1
                 else:
@@ -74,7 +94,7 @@ class Planted(MechanismCase):
 
     def measure(self, turn: Turn) -> None:
         saved = turn.directory / "saved"
-        path = Path(self.process.ask("save", mechanism=self.key, directory=str(saved))["path"])
+        path = Path(self.process.ask(save, mechanism=self.key, directory=str(saved))["path"])
         kept = turn.directory / "kept"
         shutil.copytree(saved, kept)
         marker = turn.directory / "ran"
@@ -83,7 +103,7 @@ class Planted(MechanismCase):
         def attempt(name: str) -> None:
             readings["attacks"] += 1
             with suppress(WorkerFailed):  # refused, perhaps after the code has run: the marker tells
-                self.process.ask("load", mechanism=self.key, directory=str(saved), again=True)
+                self.process.ask(load, mechanism=self.key, directory=str(saved), again=True)
             if marker.exists():
                 marker.rmdir()
                 readings["ran"] += 1
@@ -94,7 +114,7 @@ class Planted(MechanismCase):
             attempt(name)
             remove(saved)
             shutil.copytree(kept, saved)
-        if self.process.ask("plant", mechanism=self.key, directory=str(saved), marker=str(marker))["planted"]:
+        if self.process.ask(plant, mechanism=self.key, directory=str(saved), marker=str(marker))["planted"]:
             attempt("the format's own means")
         turn.record("planted code", readings)
 
@@ -137,6 +157,29 @@ def _zipped(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
+def overwrite(context: Context, mechanism: str, directory: str) -> dict[str, float]:
+    """Two saves to one name with a step between them. The process is to be killed during the second.
+
+    The file ``DIRECTORY.begun`` appears when the second begins, with the digests of both states.
+    """
+    training = context.training
+    with context.opened(mechanism, directory, durable=True) as opened:
+        opened.save_and_sync()
+        opened.wait()
+        sync_tree(opened.directory)
+        old = digest(training.arrays(opened.weights_only))
+        training.step()
+        begun = Path(f"{directory}.new")
+        begun.write_text(f"{old} {digest(training.arrays(opened.weights_only))}")
+        begun.rename(f"{directory}.begun")
+        return {SECONDS: wall_seconds(opened.save_and_sync) + wall_seconds(opened.wait)}
+
+
+def plant(context: Context, mechanism: str, directory: str, marker: str) -> dict[str, Any]:
+    with context.opened(mechanism, directory, durable=False) as opened:
+        return {"planted": opened.plant(Path(marker))}
+
+
 class Kills(MechanismCase):
     """Kills a process while it overwrites a checkpoint, and looks what is left: the old one, the new one, or
     neither.
@@ -160,17 +203,17 @@ class Kills(MechanismCase):
         with FrameworkProcess(
             "victim", self._entry, turn.directory, _BEGIN_SECONDS, self.process.end
         ) as victim:
-            victim.ask("build", **self._build)
+            victim.ask(build, **self._build)
             whole = turn.directory / "whole"
-            seconds = victim.ask("overwrite", mechanism=self.key, directory=str(whole))["seconds"]
+            seconds = victim.ask(overwrite, mechanism=self.key, directory=str(whole))["seconds"]
             for number in range(self._kills):
                 if number:
-                    victim.ask("build", **self._build)  # starts a new process: the last one was killed
+                    victim.ask(build, **self._build)  # starts a new process: the last one was killed
                 place = turn.directory / f"killed-{number}"
                 old, new = self._kill(victim, place, seconds * (number + 1) / (self._kills + 1))
                 counts["kills"] += 1
                 try:
-                    found = self.process.ask("load", mechanism=self.key, directory=str(place))["digest"]
+                    found = self.process.ask(load, mechanism=self.key, directory=str(place))["digest"]
                 except WorkerFailed:
                     found = None
                 counts["old kept" if found == old else "new complete" if found == new else "lost"] += 1
@@ -178,7 +221,7 @@ class Kills(MechanismCase):
 
     def _kill(self, victim: FrameworkProcess, place: Path, seconds: float) -> list[str]:
         """Kills so many seconds after the second save began; the digests of the old and the new state."""
-        victim.begin("overwrite", mechanism=self.key, directory=str(place))
+        victim.begin(overwrite, mechanism=self.key, directory=str(place))
         begun = Path(f"{place}.begun")
         end = time.monotonic() + _BEGIN_SECONDS
         while not begun.exists():

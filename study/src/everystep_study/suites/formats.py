@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everystep_study.frameworks.process import FrameworkProcess
-from everystep_study.peers.base import files_below
+import numpy as np
+
+from everystep_study.costs import cost_of
+from everystep_study.files import files_below
+from everystep_study.frameworks.orders import Context, build, load, save
 from everystep_study.report import (
     NOTHING,
     Cell,
@@ -28,9 +31,28 @@ from everystep_study.results import PEAK_NBYTES, SECONDS, Row
 from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
 from everystep_study.suites.damage import Flips, Kills, Planted
+from everystep_study.workers import FrameworkProcess
 
 FLIPS, QUICK_FLIPS = 50, 10
 KILLS, QUICK_KILLS = 3, 1
+
+
+def part(context: Context, mechanism: str, directory: str, weights_only: bool = False) -> dict[str, Any]:
+    """Reads one weight of middling size, if the mechanism has a way."""
+    by_size = sorted(context.training.weights().items(), key=lambda item: item[1].nbytes)
+    name, array = by_size[len(by_size) // 2]
+    with context.opened(mechanism, directory, durable=False, weights_only=weights_only) as opened:
+        try:
+            got, readings = cost_of(lambda: opened.read_part(name))
+        except NotImplementedError:
+            return {"possible": 0.0}
+    same = got.shape == array.shape and np.array_equal(got, array)
+    return {
+        "possible": float(same),
+        "part_seconds": readings[SECONDS],
+        "part_nbytes": float(array.nbytes),
+        "part_peak_nbytes": readings.get(PEAK_NBYTES, 0.0),
+    }
 
 
 class Format(MechanismCase):
@@ -45,15 +67,15 @@ class Format(MechanismCase):
     def measure(self, turn: Turn) -> None:
         where: dict[str, Any] = {"mechanism": self.mechanism["key"], "directory": str(turn.directory)}
         with turn.settled():
-            saved = self.process.ask("save", weights_only=self._weights_only, **where)
+            saved = self.process.ask(save, weights_only=self._weights_only, **where)
         turn.record(self.sections[0], saved["readings"])
         turn.empty_cache(files_below(Path(saved["path"])))
-        found = self.process.ask("load", weights_only=self._weights_only, **where)
+        found = self.process.ask(load, weights_only=self._weights_only, **where)
         if not found["readings"]["equal"]:
             raise RuntimeError("loaded something else than was saved")
         turn.record(self.sections[1], found["readings"])
         turn.empty_cache(files_below(Path(saved["path"])))
-        turn.record(self.sections[2], self.process.ask("part", weights_only=self._weights_only, **where))
+        turn.record(self.sections[2], self.process.ask(part, weights_only=self._weights_only, **where))
 
 
 _CONTENTS = ("weights and optimizer", "weights")
@@ -165,28 +187,28 @@ class FormatsSuite(FrameworkSuite):
     name = "formats"
     report = REPORT
 
-    def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
+    def measured(self, process: FrameworkProcess) -> Iterator[Group]:
         self.build(process)
         cases: list[Case] = []
-        for mechanism in hello["mechanisms"]:
+        for mechanism in process.hello["mechanisms"]:
             if mechanism["optimizer_possible"]:
                 cases.append(Format(process, mechanism, False))
             if mechanism["weights_only_possible"]:
                 cases.append(Format(process, mechanism, True))
         yield self.group(f"{self.framework}, {self.model}", cases, share=0.4)
         small: dict[str, Any] = {"model": "mlp", "quick": True, "seed": self.seed}
-        process.ask("build", **small)
+        process.ask(build, **small)
         flips = [
             Flips(process, each, QUICK_FLIPS if self.quick else FLIPS, self.seed)
-            for each in hello["mechanisms"]
+            for each in process.hello["mechanisms"]
         ]
-        planted = [Planted(process, each) for each in hello["mechanisms"]]
+        planted = [Planted(process, each) for each in process.hello["mechanisms"]]
         yield Group("flipped bits", flips, 1, warm_up=0)
         yield Group("planted code", planted, 1, warm_up=0)
         larger = {**small, "quick": False}  # its save takes long enough to be killed in the middle
-        process.ask("build", **larger)
+        process.ask(build, **larger)
         count = QUICK_KILLS if self.quick else KILLS
-        kills = [Kills(self.entry, process, each, larger, count) for each in hello["mechanisms"]]
+        kills = [Kills(self.entry, process, each, larger, count) for each in process.hello["mechanisms"]]
         yield Group("killed while overwriting", kills, 1, warm_up=0)
 
     def needs(self) -> Needs:

@@ -15,19 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from everystep_study import peers, results, states
-from everystep_study.peers.base import files_below, missing_everystep, missing_modules, remove
-from everystep_study.rank import WRITERS, Answer, Order
+from everystep_study import rank_orders, results, states
+from everystep_study.competitors import STORING, WRITERS, choose
+from everystep_study.files import files_below, missing_everystep, missing_modules, remove
 from everystep_study.report import ARROW, TIMES, Columns, Shown, View
 from everystep_study.results import CPU_SECONDS, GB, SECONDS, Bar, Result, Row, size
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
 from everystep_study.suites.save_load import rates
-from everystep_study.world import RankEnded, RestartedWorld, seconds_of
+from everystep_study.workers import Ranks, WorkerEnded
 
-SYSTEMS = {key: peers.STORING[key] for key in ("raw", "everystep-recycled", "everystep", "dcp", "torch")}
+SYSTEMS = {key: STORING[key] for key in ("raw", "everystep-recycled", "everystep", "dcp", "torch")}
 LOADING = ("raw", "everystep", "dcp")
 MOST_RANKS = 64
 
@@ -49,25 +50,23 @@ _EVERYSTEP_INDEX = re.compile(r"manifest\.json|r\d+\.json")
 class RankSave(Case):
     """All ranks save together."""
 
-    def __init__(self, world: RestartedWorld, key: str, nbytes: int) -> None:
+    def __init__(self, ranks: Ranks, key: str, nbytes: int) -> None:
         self.key = key
-        self._world, self._nbytes = world, nbytes
+        self._ranks, self._nbytes = ranks, nbytes
         if key.startswith(WRITERS):
             writers = int(key.removeprefix(WRITERS))
             self.sections: tuple[str, ...] = ("writers",)
-            self.title = f"{writers} {'writer' if writers == 1 else 'writers'} of {world.size}"
+            self.title = f"{writers} {'writer' if writers == 1 else 'writers'} of {ranks.size}"
         else:
             self.sections = ("save",)
             self.title = SYSTEMS[key].title
 
     def measure(self, turn: Turn) -> None:
-        self._world.prepare(self.key)
-        with turn.settled():
-            answers = self._world.tell(Order("save", self.key, str(turn.directory / "saved")))
+        answers = saved_together(self._ranks, self.key, turn)
         readings = _readings(answers, self.key)
         if self.key != "raw":
-            written, stored = written_at(Path(answers[0].path or ""), self._world.size)
-            share = sum(written) / self._world.size
+            written, stored = written_at(Path(answers[0]["path"]), self._ranks.size)
+            share = sum(written) / self._ranks.size
             readings |= {
                 "writing_ranks": float(sum(1 for nbytes in written if nbytes)),
                 "shares_percent": 100 * (max(written) - min(written)) / share if share else 0.0,
@@ -77,32 +76,39 @@ class RankSave(Case):
         turn.record(self.sections[0], readings)
 
 
+def saved_together(ranks: Ranks, key: str, turn: Turn) -> list[dict[str, Any]]:
+    ranks.open(key)
+    with turn.settled():
+        return ranks.tell(rank_orders.save, mechanism=key, directory=str(turn.directory))
+
+
 class RankLoad(Case):
     """All ranks load what a world of some size saved, in place."""
 
     sections = ("load",)
 
-    def __init__(self, world: RestartedWorld, key: str, saved: Path) -> None:
+    def __init__(self, ranks: Ranks, key: str, saved: Path) -> None:
         self.key, self.title = key, SYSTEMS[key].title
-        self._world, self._saved = world, saved
+        self._ranks, self._saved = ranks, saved
 
     def setup(self, directory: Path) -> None:
         if not self._saved.exists():
             raise RuntimeError("there is nothing to load: it could not be saved")
 
     def measure(self, turn: Turn) -> None:
-        self._world.prepare(self.key)
+        self._ranks.open(self.key)
         turn.empty_cache(files_below(self._saved))
         verify = turn.round < 1 and self.key != "raw"
+        where: dict[str, Any] = {"mechanism": self.key, "directory": str(self._saved)}
         with turn.settled():
-            answers = self._world.tell(Order("load", self.key, str(self._saved), verify))
+            answers = self._ranks.tell(rank_orders.load, verify=verify, **where)
         turn.record("load", _readings(answers, self.key))
 
 
-def _readings(answers: Sequence[Answer], key: str) -> dict[str, float]:
-    readings = {SECONDS: seconds_of(answers)}
+def _readings(answers: list[dict[str, Any]], key: str) -> dict[str, float]:
+    readings = {SECONDS: rank_orders.seconds_of(answers)}
     if key != "raw":
-        readings[CPU_SECONDS] = sum(answer.cpu_seconds for answer in answers)
+        readings[CPU_SECONDS] = sum(answer["cpu_seconds"] for answer in answers)
     return readings
 
 
@@ -143,7 +149,7 @@ class RanksSuite(Suite):
     def needs(self) -> Needs:
         if not self.ranks or not 1 <= min(self.ranks) <= max(self.ranks) <= MOST_RANKS:
             raise ValueError(f"numbers of ranks are from 1 to {MOST_RANKS}, not {self.ranks}")
-        peers.choose(self.systems, SYSTEMS)
+        choose(self.systems, SYSTEMS)
         self._shapes = states.shapes_of("gpt2", self.nbytes)
         self._total = sum(4 * math.prod(dims) for dims in self._shapes.values())
         absent = missing_modules("torch") or missing_everystep()
@@ -154,11 +160,11 @@ class RanksSuite(Suite):
         return Needs(disk, (most + _OTHER_MEMORY_COPIES) * self._total, self._total)
 
     def groups(self, folder: Path) -> Iterator[Group]:
-        chosen = peers.choose(self.systems, SYSTEMS)
+        chosen = choose(self.systems, SYSTEMS)
         for number_, visit in enumerate(visits(self.ranks)):
             own = folder / f"world{number_}"
             own.mkdir()
-            world = RestartedWorld(visit.world, self.nbytes, own, self.timeout)
+            world = Ranks(visit.world, self.nbytes, own, self.timeout)
             done = False
             try:
                 if visit.saves:
@@ -176,17 +182,19 @@ class RanksSuite(Suite):
                 done = True
             finally:
                 try:
-                    world.close(politely=done)
-                except RankEnded as error:  # all has been measured, and is not lost to that
-                    self._problems.append(f"{visit.world} ranks did not end well: {error}")
+                    world.close() if done else world.kill()
+                except WorkerEnded as error:  # all has been measured, and is not lost to that
+                    self._problems.append(f"{visit.world} ranks: {error}")
+                remove(own)
 
-    def _save_for_loads(self, world: RestartedWorld, folder: Path, keys: Sequence[str]) -> None:
+    def _save_for_loads(self, world: Ranks, folder: Path, keys: Sequence[str]) -> None:
         for key in keys:
             path = _saved(folder, key, world.size)
+            path.mkdir()
             try:
-                world.prepare(key)
-                world.tell(Order("save", key, str(path)))
-            except RankEnded:
+                world.open(key)
+                world.tell(rank_orders.save, mechanism=key, directory=str(path))
+            except WorkerEnded:
                 remove(path)  # its loads say that there is nothing to load
 
     def subject(self) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from everystep_study import peers, results, states
-from everystep_study.peers.base import Done, Peer, difference, files_below, missing_everystep, sync
+from everystep_study import results, states
+from everystep_study.competitors import STORING, choose
+from everystep_study.files import files_below, missing_everystep, sync
+from everystep_study.mechanism import Mechanism
 from everystep_study.report import TIMES, Columns, View, milliseconds
 from everystep_study.results import CPU_SECONDS, GB, MIB, PEAK_NBYTES, SECONDS, Bar, Result, Row, Spread, size
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
@@ -34,52 +36,51 @@ _RESERVED_COPIES = 2
 
 
 class SaveAndLoad(Case):
-    """One peer: saves a new file, loads it with an empty page cache, and deletes it."""
+    """One mechanism: saves a new file, loads it with an empty page cache, and deletes it."""
 
     sections = ("save", "load")
 
-    def __init__(self, peer: Peer, state: states.State) -> None:
-        self.key, self.title = peer.key, peer.title
-        self._peer, self._state = peer, state
-        self._saved: Done | None = None
-        self._loaded: Mapping[str, Any] | None = None
+    def __init__(self, key: str, kind: type[Mechanism], state: states.State) -> None:
+        self.key, self.title = key, kind.title
+        self._kind, self._state = kind, state
+        self._opened: Mechanism | None = None
 
     def missing(self) -> str | None:
-        return self._peer.missing()
+        return self._kind.missing()
 
     def setup(self, directory: Path) -> None:
-        self._peer.start(directory, self._state)
+        self._kind.prepare()
+        self._opened = self._kind(self._state, directory, durable=True, slots=1)
 
     def measure(self, turn: Turn) -> None:
-        path = turn.directory / "saved"
-        saved, cost = turn.time(lambda: self._peer.save(path, self._state))
-        self._saved = saved
-        turn.record("save", self._readings(saved, cost))
-        turn.empty_cache(files_below(saved.path))
-        loaded, cost = turn.time(lambda: self._peer.load(saved.path))
-        turn.record("load", self._readings(loaded, cost))
-        self._loaded = loaded.leaves
+        opened = self._opened
+        assert opened is not None
+        opened.directory = turn.directory
+        _, cost = turn.time(opened.save_and_sync)
+        turn.record("save", self._readings(opened, cost))
+        turn.empty_cache(files_below(opened.path))
+        self._state.loaded = None
+        _, cost = turn.time(opened.load)
+        turn.record("load", self._readings(opened, cost))
 
     def check(self) -> None:
-        wrong = None if self._loaded is None else difference(self._state.arrays, self._loaded)
+        loaded = self._state.loaded
+        wrong = None if loaded is None else states.difference(self._state.arrays, loaded)
         if wrong is not None:
             raise RuntimeError(f"loaded something else than was saved: {wrong}")
 
     def clean_up(self) -> None:
-        self._loaded = None
-        if self._saved is not None:
-            self._peer.remove(self._saved)
-            self._saved = None
+        self._state.loaded = None
 
     def close(self) -> None:
-        self._peer.stop()
+        if self._opened is not None:
+            self._opened.close()
 
-    def _readings(self, done: Done, cost: dict[str, float]) -> dict[str, float]:
-        if not self._peer.cost_is_ours:
+    def _readings(self, opened: Mechanism, cost: dict[str, float]) -> dict[str, float]:
+        if not opened.cost_is_ours:
             del cost[CPU_SECONDS]
             cost.pop(PEAK_NBYTES, None)
-        own = {SECONDS: done.seconds, CPU_SECONDS: done.cpu_seconds}
-        return cost | {name: value for name, value in own.items() if value is not None}
+        return cost if opened.own_seconds is None else {**cost, SECONDS: opened.own_seconds}
 
 
 class SmallSave(Case):
@@ -164,13 +165,13 @@ class SaveLoadSuite(Suite):
     import_rounds: int = 7
 
     def needs(self) -> Needs:
-        peers.choose(self.systems, peers.STORING)
+        choose(self.systems, STORING)
         self._shapes = states.shapes_of(self.shape, self.nbytes)
         self._total = sum(4 * math.prod(dims) for dims in self._shapes.values())
         return Needs(_DISK_COPIES * self._total, _MEMORY_COPIES * self._total, _RESERVED_COPIES * self._total)
 
     def expected_seconds(self) -> float:
-        turns = len(peers.choose(self.systems, peers.STORING)) * (self.rounds + 1)
+        turns = len(choose(self.systems, STORING)) * (self.rounds + 1)
         return 15 + turns * (1 + 4 * self._total / GB)
 
     def groups(self, folder: Path) -> Iterator[Group]:
@@ -179,8 +180,10 @@ class SaveLoadSuite(Suite):
         yield Group("small saves", small, self.small_rounds, warm_up=3, settle=False)
         yield Group("import", [Import()], self.import_rounds)
         state = states.build(self.shape, self.nbytes)
-        chosen = peers.choose(self.systems, peers.STORING)
-        yield Group("save and load", [SaveAndLoad(peer(), state) for peer in chosen.values()], self.rounds)
+        chosen = choose(self.systems, STORING)
+        yield Group(
+            "save and load", [SaveAndLoad(key, kind, state) for key, kind in chosen.items()], self.rounds
+        )
 
     def subject(self) -> str:
         return f"{size(self._total)} in {len(self._shapes):,} tensors ({self.shape})"

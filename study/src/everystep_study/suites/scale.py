@@ -1,7 +1,7 @@
 """The study's suite ``scale``: 1, 2 and 4 ranks save one replicated state; how long does each write, and
 wait?
 
-A rank waits inside of messages and collectives (`study.waiting`), and from its own end until the last rank's:
+A rank waits inside of messages and collectives (`rank_orders`), and from its own end until the last rank's:
 a training goes on when all have saved. All else is writing. Beyond this machine, a line is fitted to the
 medians and stored as a projection.
 """
@@ -11,15 +11,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from everystep_study import peers
-from everystep_study.frameworks.process import FrameworkProcess
-from everystep_study.peers.base import missing_everystep, missing_modules
-from everystep_study.rank import Answer, Order
+from everystep_study.competitors import STORING
+from everystep_study.files import missing_everystep, missing_modules, remove
+from everystep_study.rank_orders import seconds_of
 from everystep_study.report import (
     NOTHING,
     Bar,
@@ -35,7 +33,8 @@ from everystep_study.report import (
 from everystep_study.results import SECONDS, Row, size
 from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite
-from everystep_study.world import RestartedWorld, seconds_of
+from everystep_study.suites.ranks import saved_together
+from everystep_study.workers import FrameworkProcess, Ranks
 
 WORLDS = (1, 2, 4)
 PROJECTED = (8, 16, 32, 64)
@@ -44,29 +43,26 @@ NBYTES, QUICK_NBYTES = 256 << 20, 32 << 20
 
 
 class RankedSave(Case):
-    def __init__(self, world: RestartedWorld, key: str, found: dict[str, dict[int, list[float]]]) -> None:
-        self.key, self.title = key, peers.STORING[key].title
-        self.sections = (f"{world.size} ranks",)
-        self._world, self._found = world, found
+    def __init__(self, ranks: Ranks, key: str, found: dict[str, dict[int, list[float]]]) -> None:
+        self.key, self.title = key, STORING[key].title
+        self.sections = (f"{ranks.size} ranks",)
+        self._ranks, self._found = ranks, found
 
     def missing(self) -> str | None:
         return missing_modules("torch") or missing_everystep()
 
     def measure(self, turn: Turn) -> None:
-        self._world.prepare(self.key)
-        with turn.settled():
-            answers = self._world.tell(Order("save", self.key, str(turn.directory / "saved")))
-        readings = split(answers)
+        readings = split(saved_together(self._ranks, self.key, turn))
         turn.record(self.sections[0], readings)
         if turn.round > 0:
-            self._found.setdefault(self.key, {}).setdefault(self._world.size, []).append(readings[SECONDS])
+            self._found.setdefault(self.key, {}).setdefault(self._ranks.size, []).append(readings[SECONDS])
 
 
-def split(answers: Sequence[Answer]) -> dict[str, float]:
+def split(answers: list[dict[str, Any]]) -> dict[str, float]:
     """Of all ranks the slowest, and of each rank what it wrote and waited."""
-    last = max(answer.ended for answer in answers)
-    waited = [answer.waiting_seconds + last - answer.ended for answer in answers]
-    wrote = [answer.ended - answer.began - answer.waiting_seconds for answer in answers]
+    last = max(answer["ended"] for answer in answers)
+    waited = [answer["waiting_seconds"] + last - answer["ended"] for answer in answers]
+    wrote = [answer["ended"] - answer["began"] - answer["waiting_seconds"] for answer in answers]
     readings = {
         SECONDS: seconds_of(answers),
         "writing_seconds": statistics.mean(wrote),
@@ -83,7 +79,7 @@ class Projection(Case):
     sections = ("projection",)
 
     def __init__(self, key: str, measured: Mapping[int, Sequence[float]]) -> None:
-        self.key, self.title = key, peers.STORING[key].title
+        self.key, self.title = key, STORING[key].title
         self._measured = measured
 
     def measure(self, turn: Turn) -> None:
@@ -160,17 +156,18 @@ class ScaleSuite(FrameworkSuite):
         copies = max(WORLDS) + 2
         return Needs(disk_nbytes=4 * copies * self.nbytes, memory_nbytes=copies * self.nbytes)
 
-    def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
+    def measured(self, process: FrameworkProcess) -> Iterator[Group]:
         for number in WORLDS:
             process.look_at_clock()
-            own = folder / f"world-{number}"
+            own = process.folder / f"world-{number}"
             own.mkdir()
-            world = RestartedWorld(number, self.nbytes, own, self.order_seconds, self.end)
+            world = Ranks(number, self.nbytes, own, self.order_seconds, self.end)
             try:
                 cases = [RankedSave(world, key, self._found) for key in SYSTEMS]
                 yield self.group(f"{number} ranks", [*cases], share=1 / len(WORLDS))
             finally:
-                world.close(politely=False)
+                world.kill()
+                remove(own)
         fitted = [Projection(key, found) for key, found in self._found.items() if len(found) == len(WORLDS)]
         if fitted:
             yield Group("projection", [*fitted], 1, warm_up=0)

@@ -10,25 +10,32 @@ does: fewer tokens per step, then frozen parameters that only add bytes.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from everystep_study import peers, results
-from everystep_study import training_model as model
+from everystep_study import cache, results, states
+from everystep_study.competitors import TRAINING, choose
 from everystep_study.costs import cpu_seconds, peak_since, reset_peak, return_free_memory
+from everystep_study.files import files_below, missing_everystep, missing_modules
+from everystep_study.frameworks import FRAMEWORKS
+from everystep_study.frameworks.orders import Context
+from everystep_study.frameworks.plain import RawDevice
 from everystep_study.machine import others_cpu_seconds
-from everystep_study.peers.base import missing_modules
-from everystep_study.peers.training import TrainingPeer
-from everystep_study.raw_device import raw_write
+from everystep_study.mechanism import Mechanism
 from everystep_study.report import TIMES, Columns, Shown, View, milliseconds
 from everystep_study.results import BUSY_SHARE, CPU_SECONDS, MIB, OTHERS_SECONDS, SECONDS, Bar, Result, Row
+from everystep_study.states import Gpt2, Load
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.suites.restarts import Restart
-from everystep_study.training_model import Batch, Load, Trainer
+from everystep_study.workers import FrameworkProcess
+
+if TYPE_CHECKING:
+    from everystep_study.frameworks.torch_training import Trainer
 
 STEP_TO_NONE, STEP_GOAL, STALL_PERCENT = 1.05, 1.03, 3.0
 STATE_NBYTES = (300_000_000, 600_000_000)
@@ -53,16 +60,20 @@ class Steps(Case):
     is waited for outside the clock; the same amount was in flight when the first counted step began.
     """
 
-    def __init__(self, peer: TrainingPeer, trainer: Trainer, load: Load, steps: int, section: str) -> None:
-        self.key, self.title, self.sections = peer.key, peer.title, (section,)
-        self._peer, self._trainer, self._load, self._steps = peer, trainer, load, steps
+    def __init__(
+        self, key: str, kind: type[Mechanism], trainer: Trainer, load: Load, steps: int, section: str
+    ) -> None:
+        self.key, self.title, self.sections = key, kind.title, (section,)
+        self._kind, self._trainer, self._load, self._steps = kind, trainer, load, steps
         self._directory = Path()
         self._lead_in = FIRST_LEAD_IN
+        self._opened: Mechanism | None = None
 
     def missing(self) -> str | None:
-        return self._peer.missing()
+        return self._kind.missing()
 
     def setup(self, directory: Path) -> None:
+        self._kind.prepare()
         self._directory = directory / "kept"
         self._directory.mkdir()
 
@@ -72,23 +83,29 @@ class Steps(Case):
         with turn.settled():
             before = reset_peak()
             begun_at = self._trainer.steps
-            self._peer.open(self._directory, self._trainer)
-            found = [self._step(batch, begun_at) for batch in batches]
-            self._peer.drain()
+            # Each round goes on with the trainer as it is, not as the last round saved it.
+            self._opened = opened = self._kind(self._trainer, self._directory, durable=True, start_over=True)
+            found = [self._step(opened, batch, begun_at) for batch in batches]
+            opened.wait()
             found[-1] |= peak_since(before)
         for readings in found[self._lead_in :]:
             turn.record(self.sections[0], readings)
         self._lead_in = 1
 
     def check(self) -> None:
-        wrong = self._peer.differs(self._trainer)
-        if wrong is not None:
+        if (
+            self.key != "none"
+            and self._opened is not None
+            and (wrong := differs(self._opened, self._trainer))
+        ):
             raise RuntimeError(f"saved something else than the state after the step: {wrong}")
 
     def clean_up(self) -> None:
-        self._peer.close()
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
-    def _step(self, batch: Batch, begun_at: int) -> dict[str, float]:
+    def _step(self, opened: Mechanism, batch: Any, begun_at: int) -> dict[str, float]:
         trainer, waited_until = self._trainer, 0.0
 
         def mark(*_: object) -> None:
@@ -104,8 +121,8 @@ class Steps(Case):
         trainer.update()
         last_hook.remove()
         updated = time.perf_counter()
-        lost_after_update = self._lost(begun_at)
-        self._peer.save(trainer.steps)
+        lost_after_update = self._lost(opened, begun_at)
+        opened.save_and_sync()
         end = time.perf_counter()
         stall = waited_until - computed + end - updated
         readings = {
@@ -120,15 +137,28 @@ class Steps(Case):
             "state_nbytes": float(trainer.nbytes),
         }
         if self.key != "none":
-            readings |= {"lost_after_update": lost_after_update, "lost_at_end": self._lost(begun_at)}
+            readings |= {"lost_after_update": lost_after_update, "lost_at_end": self._lost(opened, begun_at)}
         after = others_cpu_seconds()
         if others is not None and after is not None:
             readings[OTHERS_SECONDS] = max(0.0, after - others)
         return readings
 
-    def _lost(self, begun_at: int) -> float:
+    def _lost(self, opened: Mechanism, begun_at: int) -> float:
         """Completed steps that a crash would undo now. Checkpoints of earlier blocks do not count."""
-        return float(self._trainer.steps - max(self._peer.newest() or 0, begun_at))
+        return float(self._trainer.steps - begun_at - opened.durable_saves)
+
+
+def differs(opened: Mechanism, trainer: Trainer) -> str | None:
+    """How the newest checkpoint differs from the state as it is now, or None."""
+    before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+    for tensor in trainer.tensors.values():
+        tensor.zero_()  # a load that does nothing must not pass
+    try:
+        opened.load()
+        return states.difference(before, trainer.tensors)
+    finally:
+        for name, tensor in trainer.tensors.items():
+            tensor.copy_(before[name])
 
 
 class RawWrite(Case):
@@ -140,9 +170,94 @@ class RawWrite(Case):
         self._trainer = trainer
 
     def measure(self, turn: Turn) -> None:
+        raw = RawDevice(self._trainer, turn.directory, durable=True)
         with turn.settled():
-            seconds = raw_write(turn.directory / "raw", self._trainer.nbytes)
-        turn.record("sweep", {SECONDS: seconds})
+            raw.save()
+        turn.record("sweep", {SECONDS: raw.own_seconds or 0.0})
+
+
+CHILD_STEPS = 2
+"""Per life: enough that a kill after the last of them finds a checkpoint of the one before."""
+CHILD_SECONDS = 180.0
+
+
+class Restart(Case):
+    """A training that is killed without warning, started again, and timed until its next step has ended.
+
+    What a killed process wrote through the page cache is still there when it starts again on the same
+    machine, but not on another one or after a power cut. Everystep reads past the cache, so `torch.load` is
+    shown both ways: with its file in memory, and with its file forgotten.
+    """
+
+    sections = ("restart",)
+
+    def __init__(self, key: str, title: str, shape: Gpt2, load: Load) -> None:
+        self.key, self.title = key, title
+        self._system = "overlap" if key == "everystep" else "torch"
+        self._cold = key != "torch-cached"
+        self._order: dict[str, Any] = {"shape": asdict(shape), "load": asdict(load), "system": self._system}
+        self._last_step = 0
+
+    def missing(self) -> str | None:
+        return missing_modules("torch") or (missing_everystep() if self.key == "everystep" else None)
+
+    def setup(self, directory: Path) -> None:
+        self._directory = directory / "kept"
+        self._directory.mkdir()
+
+    def measure(self, turn: Turn) -> None:
+        os.sync()
+        for file in files_below(self._directory) if self._cold else ():
+            cache.forget(file)
+        process = FrameworkProcess("training", FRAMEWORKS["torch"], self._directory.parent, CHILD_SECONDS)
+        started = time.monotonic()
+        try:
+            begun = process.ask(resume, None, directory=str(self._directory), **self._order)
+            ended = [process.ask(step_and_save)["ended"] for _ in range(CHILD_STEPS)]
+        finally:
+            process.kill()
+        if self._last_step:
+            if begun["completed"] == 0:
+                raise RuntimeError(f"found no checkpoint after {self._last_step} steps")
+            readings = {
+                "import_seconds": begun["imported"] - started,
+                "build_seconds": begun["built"] - begun["imported"],
+                "restore_seconds": begun["restored"] - begun["built"],
+                "step_seconds": ended[0] - begun["restored"],
+            }
+            lost = self._last_step - begun["completed"]
+            turn.record("restart", readings | {SECONDS: sum(readings.values()), "lost": float(lost)})
+        self._last_step = begun["completed"] + CHILD_STEPS
+
+
+def resume(
+    context: Context, directory: str, system: str, shape: dict[str, int], load: dict[str, int]
+) -> dict[str, Any]:
+    """In the process of the training: builds the model and goes on from the newest checkpoint.
+
+    Answers the steps completed, and when each part of the start ended, by the clock that all processes share.
+    """
+    from everystep_study.frameworks.torch_training import Trainer
+
+    kind = TRAINING[system]
+    kind.missing()  # imports Everystep, if it is that
+    imported = time.monotonic()
+    trainer = Trainer(Gpt2(**shape))
+    built = time.monotonic()
+    opened = kind(trainer, Path(directory), durable=True)
+    trainer.steps = opened.resume()
+    context.kept = {"trainer": trainer, "opened": opened, "load": Load(**load)}
+    restored = time.monotonic()
+    return {"completed": trainer.steps, "imported": imported, "built": built, "restored": restored}
+
+
+def step_and_save(context: Context) -> dict[str, Any]:
+    trainer = context.kept["trainer"]
+    trainer.forward_backward(trainer.draw(context.kept["load"]))
+    trainer.update()
+    ended = time.monotonic()
+    context.kept["opened"].save_and_sync()
+    return {"ended": ended}
 
 
 def places(base: Load, *, short: bool = False) -> list[tuple[Load, int]]:
@@ -174,7 +289,7 @@ class TrainingSuite(Suite):
     layers: int | None = None
     width: int | None = None
     batch: int | None = None
-    sequence: int = model.SEQUENCE
+    sequence: int = 128
     step_seconds: float = 1.5
     rounds: int = 4
     steps: int = 3
@@ -198,12 +313,12 @@ class TrainingSuite(Suite):
         )
 
     def needs(self) -> Needs:
-        peers.choose(self.systems, peers.TRAINING)
+        choose(self.systems, TRAINING)
         for name, count, least in (("step per round", self.steps, 1), ("restart", self.restarts, 0)):
             if count < least:
                 raise ValueError(f"there is at least {least} {name}, not {count}")
         Load(1 if self.batch is None else self.batch, self.sequence)
-        self._shape = model.shape_of(self.nbytes, self.layers, self.width)
+        self._shape = states.shape_of(self.nbytes, self.layers, self.width)
         absent = missing_modules("torch")
         if absent is not None:
             raise RuntimeError(f"a training needs torch: {absent}")
@@ -213,16 +328,18 @@ class TrainingSuite(Suite):
         return 60 * self.step_seconds * self.rounds
 
     def groups(self, folder: Path) -> Iterator[Group]:
+        from everystep_study.frameworks import torch_training as model
+
         with model.kept_memory():
-            self._trainer = trainer = Trainer(self._shape)
+            self._trainer = trainer = model.Trainer(self._shape)
             if self.batch is None:
                 self._load = load = model.calibrate(trainer, self.step_seconds, self.sequence)
             else:
                 self._load = load = Load(self.batch, self.sequence)
                 trainer.seconds_of_step(load)  # the moments of Adam come with the first step
             own_nbytes = self._nbytes = trainer.nbytes
-            chosen = peers.choose(self.systems, peers.TRAINING, always=("none",))
-            cases = [Steps(peer(), trainer, load, self.steps, "step") for peer in chosen.values()]
+            chosen = choose(self.systems, TRAINING, always=("none",))
+            cases = [Steps(key, kind, trainer, load, self.steps, "step") for key, kind in chosen.items()]
             yield Group("steps", cases, self.rounds, warm_up=0)
             if self.restarts:
                 ways = {
@@ -238,8 +355,10 @@ class TrainingSuite(Suite):
                     trainer.grow((copies - size) * own_nbytes)
                     size = copies
                 name = f"{place.batch} {TIMES} {place.sequence} tokens, {trainer.nbytes / 1e6:,.0f} MB"
-                ways_to_train = [peers.TRAINING[key]() for key in ("none", "overlap", "sync")]
-                swept = [Steps(peer, trainer, place, self.steps, "sweep") for peer in ways_to_train]
+                swept = [
+                    Steps(key, TRAINING[key], trainer, place, self.steps, "sweep")
+                    for key in ("none", "overlap", "sync")
+                ]
                 yield Group(name, [*swept, RawWrite(trainer)], self.sweep_rounds, warm_up=0)
 
     def subject(self) -> str:
