@@ -84,9 +84,9 @@ def test_every_module_but_integrations_can_be_imported_without_a_framework() -> 
         for module in [*ours, *pkgutil.walk_packages(everystep_study.__path__, "everystep_study.")]:
             # Modules named after a framework import it, and so do those below everystep.integrations.sklearn.
             named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "everystep.integrations.sklearn.")!r})
-            # Each of these runs in a process of its own, with the framework that it is named after.
+            # Each of these is for the framework that it is named after, mostly in a process of its own.
             worker = "_study.frameworks." in module.name
-            worker &= module.name.endswith(("_worker", "_models", "_probe"))
+            worker &= module.name.endswith(("_worker", "_models", "_probe", "_training"))
             if not module.name.endswith("__main__") and not named and not worker:
                 importlib.import_module(module.name)
     """
