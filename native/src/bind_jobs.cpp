@@ -82,11 +82,11 @@ class PyJob {
   Job<Result>& job() { return *job_; }
   Result& result() {
     if (!job_->done()) throw std::logic_error("the job is still running");
-    plan_.callbacks.clear();  // nobody calls them any more, and what they hold may hold this job
+    plan_.callbacks.clear();  // they are not called again, and may hold this job
     try {
       return job_->result();
     } catch (const nb::python_error&) {
-      // A callback's exception is handed over once: kept here, its traceback would keep this job alive for good.
+      // A callback's exception is raised once. Kept here, its traceback would keep this job alive forever.
       job_->replace_error(
           std::make_exception_ptr(std::runtime_error("the job failed; its error was raised already")));
       throw;
@@ -99,7 +99,7 @@ class PyJob {
     // The thread may be waiting for the GIL in a callback.
     Released release;
     if (job_ && job_->ours() && plan_.in_callback && shutting_down()) {
-      // From there it does not come back, and is left where it stands.
+      // It never returns from there. Leave the thread.
       job_->cancel();
       while (!job_->wait_for(std::chrono::milliseconds(10))) {
         if (*plan_.in_callback) return static_cast<void>(job_.release());
@@ -273,7 +273,7 @@ void bind_jobs(nb::module_& m) {
         char* bytes = PyBytes_AsString(packed.ptr());
         std::vector<uint64_t> hashes;
         {
-          Released release;  // nobody else knows these bytes yet
+          Released release;  // no other code has these bytes yet
           hashes = pack_pieces(plan, bytes, nbytes, chunk);
         }
         return nb::make_tuple(packed, checksum_texts(plan, 0, hashes.data(), chunk));
@@ -344,7 +344,7 @@ void bind_jobs(nb::module_& m) {
     Released release;
     sys::sync(sys::open_regular(where));
   });
-  // Files are closed whatever the outcome: after a failed sync there is nothing left to ask them.
+  // Closes the files also when a sync fails: a second sync would not report the loss.
   m.def(
       "sync",
       [](nb::list written, std::optional<nb::object> directory) {

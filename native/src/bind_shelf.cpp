@@ -48,8 +48,8 @@ struct ShelfGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Tells threads apart, also from one that had the same id before. Python's state of a thread holds it, which is
-// gone when others are told that the thread has ended; what is local to a thread in C++ goes later.
+// Tells threads apart, even if one reuses the id of another. Python's state of the thread holds the object,
+// because it is gone by the time `join` returns. A thread_local of C++ is destroyed later.
 std::shared_ptr<char> this_thread() {
   thread_local std::weak_ptr<char> known;
   auto found = known.lock();
@@ -77,7 +77,7 @@ struct OpenShelf : Shelf {
   bool closed = false;
 
   [[nodiscard]] bool mine() const { return current != nullptr && owner.lock() == this_thread(); }
-  // For another thread to end it: its own can do so no more.
+  // Its own thread has ended, so another one may end it.
   [[nodiscard]] bool ownerless() const { return current != nullptr && owner.expired(); }
   void end() noexcept {
     current = nullptr;
@@ -89,9 +89,9 @@ struct OpenShelf : Shelf {
   }
 };
 
-// `with shelf.transaction():`. It is not Python because of signals: their handlers run, and raise, between any two
-// steps of Python code, also at the first one of an `__exit__`. Here nothing comes between the steps, and a block
-// that was left, or forgotten, has ended.
+// `with shelf.transaction():`. This is native because of signals. Their handlers can run, and raise, between any
+// two steps of Python code, also at the first step of an `__exit__`. Here nothing comes between the steps, so
+// leaving or dropping the block always ends it.
 struct Block {
   nb::object core;   // keeps `shelf` alive
   nb::object outer;  // everystep.Shelf, for what Python does: `_commit`, and `_refuse`, which raises
@@ -276,7 +276,7 @@ void bind_shelf(nb::module_& m) {
            })
       // The transaction that the calling thread has under way.
       .def("mine", [](const OpenShelf& self) { return self.mine() ? nb::find(*self.current) : nb::none(); })
-      // Nothing if the transaction has not changed it; else whether it is there, and a copy of what it is then.
+      // None if the transaction has not changed the entry, an empty tuple if it has removed it, else a copy.
       .def("changed",
            [](OpenShelf& self, const nb::bytes& name) -> nb::object {
              const auto found = self.changed(bytes_in(name));

@@ -121,7 +121,7 @@ void bind_system(nb::module_& m) {
         return opened(path, false, [&](const sys::Path& where) { return sys::open_directory(where, follow); });
       },
       "path"_a, "follow"_a = true, nb::rv_policy::take_ownership);
-  // By default a link is followed by who shares it: who writes or removes must not be led elsewhere.
+  // By default readers (shared) follow a link. Writers do not: a link could lead them elsewhere.
   m.def(
       "lock_directory",
       [opened](nb::handle path, bool exclusive, std::optional<bool> follow) {

@@ -1,4 +1,4 @@
-// What is seen and done from outside while a job runs, and what it leaves to tell.
+// A running job as its caller sees it: progress and cancelling, and statistics at the end.
 #pragma once
 
 #include <atomic>

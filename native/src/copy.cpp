@@ -69,7 +69,7 @@ uint64_t fingerprint(const Plan& plan, const Piece& piece) {
   constexpr uint64_t kWhole = 4096;
   constexpr uint64_t kLine = 64;
   constexpr uint64_t kSamples = 16;
-  constexpr uint64_t kElement = 16;  // none is larger, and those who compute elements are asked for whole ones
+  constexpr uint64_t kElement = 16;  // the largest; callbacks that compute elements are asked for whole ones
   std::array<char, kWhole> sample;
   if (piece.nbytes <= kWhole) {
     if (piece.place == Place::memory) return xxh3(reinterpret_cast<const char*>(piece.address), piece.nbytes);

@@ -8,7 +8,7 @@
 
 namespace everystep {
 
-// Copies to where the processor will not look: it stays out of the caches.
+// Copies past the processor's caches.
 void copy_past_caches(char* to, const char* from, size_t nbytes);
 // Copies every piece of `plan` to `destination` + its offset: memory, strided or fetched.
 void copy_pieces(const Plan& plan, char* destination);

@@ -5,7 +5,7 @@
 
 namespace everystep {
 
-// How many forks lie between this process and the first one that asked. What was made at another count belongs to
+// How many forks lie between this process and the first one that asked. An object made at another count belongs to
 // a parent.
 uint64_t forks();
 

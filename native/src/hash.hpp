@@ -14,8 +14,8 @@ uint64_t xxh3(const void* data, size_t nbytes);
 // thread changes them meanwhile, copy and checksum still agree.
 uint64_t copy_and_hash(char* to, const char* from, size_t nbytes);
 
-// Blocks to be hashed, each by itself, and what came of it. Copied to `copy` on the way, where that is not null:
-// then the value is that of the copy.
+// A block to hash, and its hash. If `copy` is not null, the block is copied there, and the hash is that of the
+// copy.
 struct Hashing {
   const char* data;
   size_t nbytes;
@@ -34,7 +34,7 @@ class StreamHash {
   StreamHash(const StreamHash&) = delete;
   StreamHash& operator=(const StreamHash&) = delete;
   void update(const void* data, size_t nbytes);
-  // The hash of all since the last call; starts anew.
+  // The hash of everything since the last call. The next call starts from nothing.
   uint64_t take();
 
  private:

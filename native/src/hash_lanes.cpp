@@ -29,7 +29,7 @@ constexpr size_t kLanes = 4;
 constexpr size_t kStripe = 64;
 constexpr size_t kStripesPerBlock = 16;
 constexpr size_t kBlock = kStripe * kStripesPerBlock;
-// Shorter ones are not worth the company of others (and up to 240 bytes the algorithm is another).
+// Shorter blocks gain nothing from running in step (and up to 240 bytes the algorithm differs).
 constexpr size_t kLong = 4 * kBlock;
 
 constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;

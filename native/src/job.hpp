@@ -33,7 +33,7 @@ class Job {
     if (ours()) {
       thread_.join();
     } else {
-      // Neither joined nor detached: to the C library there may be no such thread, and it would say so.
+      // Neither joined nor detached: the C library may not know the thread in a child, and would report an error.
       static_cast<void>(new std::thread(std::move(thread_)));
     }
   }
@@ -60,7 +60,7 @@ class Job {
   void replace_error(std::exception_ptr error) { error_ = std::move(error); }
   [[nodiscard]] uint64_t progress() const { return control_.done_nbytes; }
   void cancel() { control_.cancelled = true; }
-  // Whether it is that of this process, and not of the one that this process was forked from.
+  // False in a forked child.
   [[nodiscard]] bool ours() const { return forks() == owner_; }
 
  private:
@@ -72,7 +72,7 @@ class Job {
     } catch (...) {
       error = std::current_exception();
     }
-    // Under the lock to the end: whoever sees `done_` may destroy this object.
+    // Under the lock to the end: a thread that sees `done_` may destroy this object.
     std::lock_guard lock(control_.mutex);
     result_ = std::move(result);
     error_ = error;

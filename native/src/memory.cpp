@@ -77,14 +77,14 @@ struct PageScan {
 static_assert(sizeof(PageRegion) == 24 && sizeof(PageScan) == 96, "as the kernel has them");
 constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
 constexpr uint64_t kIsPresent = 1U << 3, kIsHuge = 1U << 6;
-// What one allocation got for its first part it got for the rest.
+// The first part of an allocation shows what pages the rest has.
 constexpr size_t kLookedAt = 8U << 20;
 constexpr size_t kMaxRegions = 16;
 
 // Kept for the next job. Not behind a lock, which a fork could catch while it is held.
 std::atomic<Staging*> kept{nullptr};
 constexpr size_t kMostKept = 64U << 20;
-// While memory is being touched, so many windows are to fit into what is there, be they this small.
+// While memory is being touched, windows shrink (down to kSmallWindow) so that this many fit into what is there.
 constexpr size_t kAtOnce = 4;
 // Staging gets its pages in such steps, whatever their size.
 constexpr size_t kStep = kUsualHugePage;
@@ -120,7 +120,7 @@ Staging::Staging(size_t nbytes, Pages pages) : nbytes_(nbytes), owner_(forks()) 
 }
 
 Staging::~Staging() {
-  // In a forked child nothing of ours is there, and by now perhaps something else.
+  // A forked child does not have this mapping. Something else may be at its address.
   if (ours()) ::munmap(mapped_, mapped_nbytes_);
 }
 
@@ -145,15 +145,15 @@ Windows::~Windows() {
 }
 
 void Windows::touch_ahead() {
-  const size_t first = std::max(staging_->touched.load(), kStep);  // whoever uses the first pages gets them
+  const size_t first = std::max(staging_->touched.load(), kStep);  // the job touches the first pages itself
   if (first >= count_ * window_) return;
   staging_->touched = first;
   try {
     toucher_ = std::thread([this, first] {
       const size_t end = count_ * window_;
       for (size_t at = first; at < end && !stop_; at += kStep) {
-        // By stores. While madvise populates a page, nobody in the process can map memory. One store gets all of a
-        // huge page; the others then find theirs.
+        // By stores. While madvise populates a page, no thread of the process can map memory. One store gets all
+        // of a huge page; the others then find theirs.
         for (size_t inside = at; inside < std::min(at + kStep, end); inside += page_nbytes()) {
           static_cast<volatile char*>(staging_->data())[inside] = 0;
         }
@@ -161,7 +161,7 @@ void Windows::touch_ahead() {
       }
     });
   } catch (const std::system_error&) {
-    // No thread to be had: the job gets its pages as it goes.
+    // No thread can be started: the job touches its pages as it goes.
   }
 }
 
@@ -222,7 +222,7 @@ bool PageSizes::can_be_huge() {
     if (file < 0) return false;
     const ssize_t nbytes = ::read(file, policy, sizeof policy - 1);
     ::close(file);
-    // Of such large ones no staging is made.
+    // Staging never uses pages this large.
     if (huge_page_nbytes() > kMostKept) return false;
     return nbytes > 0 && std::string_view(policy).find("[never]") == std::string_view::npos;
   }();

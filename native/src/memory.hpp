@@ -27,7 +27,7 @@ class Staging {
   Staging& operator=(const Staging&) = delete;
   [[nodiscard]] char* data() const { return data_; }
   [[nodiscard]] size_t nbytes() const { return nbytes_; }
-  // Whether it is that of this process, and not of the one that this process was forked from.
+  // False in a forked child.
   [[nodiscard]] bool ours() const;
   // So many bytes, from the first on, are known to have their pages.
   std::atomic<size_t> touched{0};
@@ -40,8 +40,8 @@ class Staging {
   const uint64_t owner_;
 };
 
-// Staging for the windows of a job, given out round and round. The process keeps one in huge pages: to get these
-// anew costs as much as a small save takes.
+// Staging for the windows of a job, given out round and round. The process keeps one in huge pages, because
+// getting new ones takes as long as a small save.
 class Windows {
  public:
   Windows(size_t count, size_t nbytes, Staging::Pages pages = Staging::Pages::huge);
@@ -56,7 +56,7 @@ class Windows {
   [[nodiscard]] size_t window() const;
   // Memory for it; nullptr as long as others have it.
   [[nodiscard]] char* next(size_t nbytes);
-  // What was given out before all else is free again.
+  // Frees the window that was given out first.
   void give_back() { given_.pop_front(); }
 
  private:
@@ -75,8 +75,8 @@ class Windows {
 };
 
 // Finds out in what pages memory lies. What lies in small ones is scattered all over: a device moves it at half
-// its speed, and the kernel needs about as long to hand it over as a copy takes. (Where nobody gets huge pages,
-// the copy would lie in small ones too, and is not worth making.)
+// its speed, and the kernel needs about as long to hand it over as a copy takes. (Where huge pages are switched
+// off, the copy would lie in small ones too, and is not worth making.)
 class PageSizes {
  public:
   // `unknown`: it has no pages yet, is too short for huge ones, or the kernel does not tell (before Linux 6.7).
@@ -87,7 +87,7 @@ class PageSizes {
   PageSizes& operator=(const PageSizes&) = delete;
   // What most of it lies in.
   [[nodiscard]] Kind of(uintptr_t address, size_t nbytes) const;
-  // Whether who asks for huge pages gets them on this machine.
+  // Whether this machine gives huge pages to those who ask.
   [[nodiscard]] static bool can_be_huge();
 
  private:
@@ -108,8 +108,9 @@ class FreshMemory {
   size_t nbytes_;
 };
 
-// Touches memory that is about to be filled, a little ahead of whoever fills it. The first touch of a page costs
-// more than reading it from a fast device, and a direct read would make its submitting thread pay for it alone.
+// Touches memory that is about to be filled, a little ahead of the job that fills it. The first touch of a page
+// costs more than reading it from a fast device, and a direct read would make its submitting thread pay for it
+// alone.
 class Populator {
  public:
   struct Range {
@@ -117,7 +118,7 @@ class Populator {
     char* data;
     size_t nbytes;
   };
-  // Ranges in order of position. `margin`: what the reader is this close to, it will touch itself.
+  // Ranges in order of position. Skips what the reader reaches within `margin` bytes.
   Populator(std::vector<Range> ranges, uint64_t margin);
   ~Populator();
   Populator(const Populator&) = delete;

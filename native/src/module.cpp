@@ -39,7 +39,7 @@ void translate(const std::exception_ptr& pointer, void*) {
         std::string(std::strerror(error.code)) + " (" + std::string(sys::name(error.call)) + ")";
     raise_os_error(nb::make_tuple(error.code, nb::str(text.c_str()),
                                   nb::steal(PyUnicode_DecodeFSDefault(error.path.c_str()))));
-  } catch (const std::system_error& error) {  // no thread, or no memory for staging
+  } catch (const std::system_error& error) {  // no thread can be started
     const bool thread = error.code() == std::errc::resource_unavailable_try_again;
     const std::string text = std::string(thread ? "no thread can be started: " : "") + error.what();
     raise_os_error(nb::make_tuple(error.code().value(), nb::str(text.c_str())));
@@ -70,7 +70,7 @@ nb::list xxh3_64_each(nb::list blocks, bool common, const std::vector<uintptr_t>
 NB_MODULE(_native, m) {
   using namespace everystep;
   nb::register_exception_translator(translate);
-  nb::set_leak_warnings(false);  // what threads hold that outlive the interpreter is not lost to anybody
+  nb::set_leak_warnings(false);  // threads may outlive the interpreter, and keep their objects
 
   m.def("xxh3_64", [](nb::handle data) {
     const View view(data);

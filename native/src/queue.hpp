@@ -36,7 +36,8 @@ class Queue {
   virtual void wait(Transfer& transfer) = 0;
 };
 
-// One way of moving bytes. A new one is a file that defines it, and its name in the two lines below.
+// One way of moving bytes. To add one, write a file that defines it and add its name to the list below (and to
+// `Backend` in src/everystep/engine/probe.py, which decides when it is used).
 struct Backend {
   std::string_view name;
   bool direct;  // past the page cache (O_DIRECT): addresses, offsets and lengths are aligned
@@ -44,7 +45,7 @@ struct Backend {
 };
 extern const Backend kUring, kThreads, kBuffered;
 inline constexpr const Backend* kBackends[] = {&kUring, &kThreads, &kBuffered};
-// Null where there is none of that name.
+// Null if no backend has that name.
 const Backend* find_backend(std::string_view name);
 
 // A depth of one needs no queue: the caller's thread does the work.
@@ -53,7 +54,7 @@ std::unique_ptr<Queue> make_queue(const Backend& backend, unsigned depth);
 // Whether this kernel lets this process create a ring (containers often forbid it); `reason` says why not.
 bool uring_available(std::string& reason);
 
-// Waits for the transfer and continues it while it falls short; throws sys::Error when it fails for good.
+// Waits for the transfer and continues it while it falls short; throws sys::Error when it fails finally.
 // `alignment` > 1: a short count is rounded down to it, so that the rest stays legal for direct I/O.
 void finish(Queue& queue, Transfer& transfer, uint64_t alignment);
 

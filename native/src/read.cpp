@@ -323,8 +323,8 @@ class Deliveries {
   std::thread thread_;
 };
 
-// A file may refuse what its directory's file system was seen to do: in an overlay (the image of a container) it
-// lies on another one. Then it is read through the page cache, and `tuning` says so.
+// A file may refuse direct I/O though its directory's file system allows it: in an overlay (a container's image)
+// the file lies on another one. It is then read through the page cache, and `tuning` says so.
 sys::File open_for(const std::string& path, Tuning& tuning) {
   if (tuning.backend->direct) {
     try {
@@ -384,7 +384,7 @@ void fit(Tuning& tuning, uint64_t wanted) {
   tuning.depth = static_cast<unsigned>(std::min<uint64_t>(tuning.depth, wanted / tuning.window + 1));
 }
 
-// Thrown where the file refuses the first direct read: before anything was handed out.
+// Thrown if the file refuses the first direct read, before any bytes were delivered.
 struct DirectRefused : std::exception {};
 
 Read read_windows(const sys::File& file, const Plan& plan, const std::vector<uint64_t>& expected, Tuning used,
@@ -458,7 +458,7 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   sys::File file = open_for(path, used);
   const uint64_t file_nbytes = sys::size(file);
   if (file_nbytes % used.effective_alignment() != 0) {
-    // Direct reads cannot end inside a block; our own shards never do, other people's files may.
+    // Direct reads cannot end inside a block. Our own shards never do; files of other systems may.
     used.backend = &kBuffered;
     file = open_for(path, used);
   }

@@ -9,12 +9,12 @@
 //   4. The root is stored over the older of two slots, then ordered. With that the transaction is committed.
 //   5. What the new root does not use becomes free, once no reader uses it.
 //
-// Whoever opens a shelf to write stores its newest root again, with what is not known to be on the medium, before
-// anything else: a killed process, or a failed sync, may have left it where only this machine sees it.
+// Opening a shelf for writing first stores its newest root again, with everything that is not known to be on the
+// medium. A killed process, or a failed sync, may have left these bytes in the page cache only.
 //
 // So the root before always stays whole until the new one is on the medium, and a root that does not verify is
-// passed over. If anything fails from step 3 on (a sync, or for want of memory), a crash may leave either of the
-// two: the shelf takes no more changes until it is opened again. Before step 3 a failure changes nothing: each
+// passed over. If anything fails from step 3 on (a sync, an allocation), a crash may leave either of the two, so
+// the shelf takes no more changes until it is opened again. Before step 3 a failure changes nothing: each
 // call allocates what it needs before it changes anything, and `rollback` cannot fail.
 //
 // Not safe to call from several threads at once: Python's own lock keeps them apart. Long work lets go of that
@@ -167,7 +167,7 @@ class Shelf {
   [[nodiscard]] const char* changed_data(const ShelfEntry& entry);
   void commit();
   void rollback() noexcept;
-  // Empty unless a commit failed in a way that leaves it open what is on the medium.
+  // Empty, unless a commit failed and it is unknown what is on the medium.
   [[nodiscard]] const std::string& failure() const { return failure_; }
 
   void close();
@@ -203,7 +203,7 @@ class Shelf {
   void settle();
   void reclaim();
   uint64_t allocate(uint64_t nbytes);
-  // For want of memory, the space stays unused until the shelf is opened again.
+  // If memory runs out, the space stays unused until the shelf is opened again.
   void release(uint64_t offset, uint64_t nbytes) noexcept;
   void give_back(const Extent& extent) noexcept { release(extent.offset, stored_nbytes(extent.nbytes)); }
   Extent store_data(uint64_t offset, const void* data, uint64_t nbytes);

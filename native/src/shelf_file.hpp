@@ -21,8 +21,7 @@ namespace everystep {
 
 enum class Medium { page_cache, memory, persistent };
 
-// A part of a file in memory, until nobody uses it any more. A private one takes changes, and keeps them to
-// itself.
+// A part of a file in memory. A private mapping can be changed; the changes do not reach the file.
 class Mapping {
  public:
   enum class Use { read, write, write_sync, own };
@@ -68,7 +67,7 @@ class ShelfFile {
   void unlock_writer();
   // Whether another one has it open for writing.
   [[nodiscard]] bool has_writer() const;
-  // Counted: the kernel would drop the lock with the first of several that let go of it.
+  // Counted: the kernel drops the lock at the first of several unlocks.
   void lock_generation(uint64_t generation);
   void unlock_generation(uint64_t generation);
   // What readers use. Nothing if there are too many to list.

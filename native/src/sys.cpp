@@ -145,7 +145,7 @@ File& File::operator=(File&& other) noexcept {
 
 void File::close() {
   if (fd_ < 0) return;
-  // Closing alone would leave the lease to a child forked meanwhile, and readers would wait for that.
+  // A child forked meanwhile shares the lease, and readers would wait until it closes the file, too.
   if (leased_) ::fcntl(fd_, F_SETLEASE, F_UNLCK);
   // Data is on the device or reported lost at `sync`; a close has nothing more to say.
   ::close(fd_);
@@ -171,7 +171,8 @@ int open_at_once(const Path& path, int flags) {
   int fd =
       retry_interrupted([&] { return ::openat(path.at(), path.name.c_str(), flags | O_NONBLOCK | O_CLOEXEC); });
   if (fd < 0 && errno == EWOULDBLOCK && (flags & O_ACCMODE) == O_RDONLY) {
-    // Somebody has a lease on it, a file server say, and gives it up when it is asked to. Pipes have none.
+    // Another process, for example a file server, has a lease on the file and gives it up when asked. Pipes have
+    // none.
     fd = retry_interrupted([&] { return ::openat(path.at(), path.name.c_str(), flags | O_CLOEXEC); });
   }
   return fd;
@@ -179,9 +180,10 @@ int open_at_once(const Path& path, int flags) {
 
 bool give_flags(int fd, int flags) { return ::fcntl(fd, F_SETFL, flags & O_DIRECT) == 0; }
 
-// Whether nobody else has the file open or mapped, from now until it is closed: the kernel gives a lease for
-// writing under no other terms. It lets others wait who open the file meanwhile, and tells its holder by a signal.
-// That would be SIGIO, which ends a process by default; SIGURG is ignored by default. And then it is sent to none.
+// Whether only this process has the file open or mapped, from now until it closes it: the kernel gives a lease for
+// writing under no other terms. Others who open the file meanwhile wait, and the kernel signals the holder. That
+// would be SIGIO, which ends a process by default, so it is made SIGURG, which is ignored by default, and sent to
+// no process.
 bool take_lease(int fd) {
   if (injected_error(Call::lease) != 0) return false;
   struct stat info{};
@@ -212,7 +214,7 @@ File open_over(const Path& path, int flags) {
     switch (errno) {
       case ENOENT:
         return open(path, O_WRONLY | O_CREAT | O_EXCL | flags);
-      case ELOOP:  // a link, a pipe, a program that runs, a lease of somebody else, another owner
+      case ELOOP:  // a link, a pipe, a running program, a lease of another process, another owner
       case ENXIO:
       case ETXTBSY:
       case EWOULDBLOCK:
@@ -300,7 +302,7 @@ void rename_new(const Path& from, const Path& to) {
   fail_if_told(Call::rename, to.shown);
   int result = ::renameat2(from.at(), from.name.c_str(), to.at(), to.name.c_str(), RENAME_NOREPLACE);
   if (result < 0 && (errno == EINVAL || errno == ENOSYS)) {
-    // A file system that cannot tell: then there is a moment between looking and doing.
+    // This file system cannot do it in one step, so there is a moment between the check and the rename.
     if (exists(to)) throw Error{EEXIST, Call::rename, to.shown};
     result = ::renameat(from.at(), from.name.c_str(), to.at(), to.name.c_str());
   }
@@ -400,7 +402,7 @@ std::shared_ptr<Directory> make_directory(const Path& path) {
   try {
     return lock_directory(path, true, false);
   } catch (const Error& error) {
-    if (error.code == ENOENT) return nullptr;  // somebody took it for a leftover and has swept it
+    if (error.code == ENOENT) return nullptr;  // another process took it for a leftover and removed it
     ::unlinkat(path.at(), path.name.c_str(), AT_REMOVEDIR);
     throw;
   }

@@ -67,7 +67,7 @@ class Error : public std::exception {
   std::string text_;
 };
 
-// An open directory. Names in it are reached through its descriptor, whatever becomes of its path meanwhile.
+// An open directory. Names in it are reached through its descriptor, so renames of its path do not matter.
 class Directory {
  public:
   Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
@@ -133,8 +133,9 @@ class File {
 File open(const Path& path, int flags, mode_t mode = 0644);
 // For reading. Only a regular file, and never waits for the other end of a pipe.
 File open_regular(const Path& path, int flags = 0);
-// For writing over a file, if that is a regular one of no other name that nobody else has open or mapped. Else, or
-// where that cannot be told, a new file takes its name. While it is open, others wait to open it.
+// For writing over a file. It must be a regular file with one name, and no other process may have it open or
+// mapped. Otherwise, or if that cannot be found out, a new file takes its name. While it is open, others wait to
+// open it.
 File open_over(const Path& path, int flags = 0);
 void fallocate(const File& file, uint64_t nbytes);
 void truncate(const File& file, uint64_t nbytes);
@@ -153,35 +154,34 @@ void mkdir(const Path& path, mode_t mode = 0755);
 void rmdir(const Path& path);
 void unlink(const Path& path);
 uint64_t size(const File& file);
-// What tells a file or directory from all others, also from one that had its inode before it was made.
+// Identifies a file or directory. `made_ns` tells it from an earlier one with the same inode.
 struct Identity {
   uint64_t device, inode;
   int64_t made_ns;  // 0 where the file system does not keep it
 };
 Identity identity(const Path& path);
 Identity identity(const Directory& directory);
-// Whether anything of that name can be seen, be it a link that leads nowhere.
+// Whether the name exists. A link that leads nowhere counts, too.
 bool exists(const Path& path);
 bool is_link(const Path& path);
 // Opens a directory, without a lock.
 std::shared_ptr<Directory> open_directory(const Path& path, bool follow);
-// Opens and locks a directory, for one alone or shared. Nothing when others hold it, or when it has lost its name
-// meanwhile. Without `follow`, a link is none. Not a call that can be told to fail: locks are no part of what has
-// to survive.
+// Opens and locks a directory, exclusively or shared. Null if others hold it, or if it has lost its name
+// meanwhile. Without `follow`, a link is an error. Tests cannot make this call fail: locks do not have to survive
+// a crash.
 std::shared_ptr<Directory> lock_directory(const Path& path, bool exclusive, bool follow);
-// Makes a directory, and holds it for one alone.
+// Makes a directory and locks it exclusively. Null if another process removed it at once.
 std::shared_ptr<Directory> make_directory(const Path& path);
 // Whether the path by which a directory was opened still leads to it.
 bool is_current(const Directory& directory);
-// Unlocking before it is closed: closing alone would leave the lock to a child forked meanwhile, while that lives.
+// Call it before closing: a child forked meanwhile shares the lock, and would keep it.
 void unlock(const Directory& directory);
 
-// An unnamed file where the file system has them (nothing is left behind, whatever happens), else one that has
-// lost its name. For trials: with the write below.
+// A file for a trial write, without a name (so nothing is left behind), or one that has just been unlinked.
 File scratch(const std::string& directory, int flags);
 
-// One transfer: a count, or -errno. Short counts are the caller's to continue; segments beyond those that the
-// kernel takes in one call are left to such a continuation.
+// One transfer: a count, or -errno. The caller continues short counts, also when it gave more segments than the
+// kernel takes in one call.
 inline constexpr int kMaxSegments = 1024;  // the kernel's UIO_MAXIOV
 ssize_t pwritev(const File& file, const iovec* iov, int count, uint64_t offset);
 ssize_t preadv(const File& file, const iovec* iov, int count, uint64_t offset);
@@ -194,7 +194,7 @@ uint64_t nbytes_of(std::span<const iovec> parts);
 // Drops the first `count` bytes, after a short transfer.
 void drop_front(std::vector<iovec>& parts, uint64_t count);
 
-// Of a call that is made elsewhere: the errno that it is to fail with, 0 to make it.
+// For a call that is made elsewhere: the errno that it should fail with, or 0 to make it.
 int injected_error(Call call);
 // Maps a part of a file, or memory without a file, which `what` names in errors.
 void* map(const File& file, uint64_t offset, uint64_t nbytes, int protection, int flags);
@@ -204,9 +204,9 @@ void* map_memory(size_t nbytes, const char* what);
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes);
 void observe_write(const File& file, const iovec* iov, int count, uint64_t offset, ssize_t result);
 
-// Stores through a mapping of a file pass the seam in halves, too. `fence` orders them: after it, what was written
-// back from the processor's caches before is on the medium.
-void fail_store(const File& file);  // throws where a test says so
+// Stores through a mapping of a file pass the seam in halves, too. After `fence`, everything that was written back
+// from the processor's caches before is on the medium.
+void fail_store(const File& file);  // throws if a test says so
 void observe_store(const File& file, const void* data, uint64_t nbytes, uint64_t offset);
 void observe_write_back(const File& file, uint64_t nbytes, uint64_t offset);
 void fence(const File& file);

@@ -19,7 +19,7 @@ class ThreadQueue final : public Queue {
     try {
       while (threads_.size() < count) threads_.emplace_back([this] { work(); });
     } catch (const std::system_error&) {
-      if (threads_.empty()) throw;  // with fewer it is slower, no more
+      if (threads_.empty()) throw;  // fewer threads are only slower
     }
   }
 

@@ -18,8 +18,8 @@ namespace everystep {
 
 namespace {
 
-// Set when a call on a ring failed for good: a seccomp filter that was installed while the program runs, say. Jobs
-// that begin later do not try again.
+// Set when a call on a ring fails and will not work again, for example because a seccomp filter was installed
+// while the program runs. Later jobs do not try.
 std::atomic<bool> rings_fail{false};
 
 // liburing's calls return -errno, and so does this where a test makes them fail.
@@ -47,7 +47,7 @@ class UringQueue final : public Queue {
   }
 
   ~UringQueue() override {
-    // Who leaves early (an error) may not free memory the kernel still moves.
+    // An error may end the job early, but the kernel still moves this memory.
     while (in_flight_ > 0) reap();
     io_uring_queue_exit(&ring_);
   }
@@ -65,7 +65,7 @@ class UringQueue final : public Queue {
       ++in_flight_;
       return;
     }
-    // Not under two owners at once: what the kernel has comes to its end first.
+    // Threads take over only when the kernel has finished what it has.
     rings_fail = true;
     while (in_flight_ > 0) reap();
     instead_ = kThreads.make_queue(depth_);
@@ -156,16 +156,16 @@ class UringQueue final : public Queue {
   const unsigned depth_;
   io_uring ring_{};
   unsigned in_flight_ = 0;
-  bool failed_ = false;             // calls on the ring fail for good
-  std::unique_ptr<Queue> instead_;  // takes over then
+  bool failed_ = false;             // calls on the ring do not work any more
+  std::unique_ptr<Queue> instead_;  // has taken over
 };
 
 std::unique_ptr<Queue> make_uring_queue(unsigned depth) {
   try {
     if (!rings_fail) return std::make_unique<UringQueue>(depth);
   } catch (const sys::Error&) {
-    // There were rings when it was probed. Since then they were forbidden, or there is no room for one more: what
-    // one user may lock in memory, or open files. Threads do the same work.
+    // Rings worked when they were probed. Since then they were forbidden, or this user has reached the limit of
+    // locked memory or of open files. Threads do the same work.
   }
   return kThreads.make_queue(depth);
 }

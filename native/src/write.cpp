@@ -82,7 +82,7 @@ class Writer {
     }
   }
 
-  // Chunks that lie whole in this window pass the caches by. Of others, this window has a part only.
+  // Chunks that lie whole in this window are copied past the caches. This window has only a part of the others.
   void stage_memory(size_t number, uint64_t inside, uint64_t nbytes, char* to) {
     const Piece& piece = plan_.pieces[number];
     const char* data = reinterpret_cast<const char*>(piece.address) + inside;
