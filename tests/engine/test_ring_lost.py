@@ -1,6 +1,6 @@
 """io_uring that stops working while jobs are under way: no byte is lost, and the process lives.
 
-A seccomp filter that is installed while the program runs makes `io_uring_enter` fail from then on, for good.
+A seccomp filter that is installed while the program runs makes `io_uring_enter` fail from then on.
 The kernel still moves what it was given before. The engine finds out when that is done, and does the rest
 with threads.
 """

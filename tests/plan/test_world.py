@@ -192,7 +192,7 @@ def test_who_holds_a_leaf_in_another_way_than_the_one_that_counts_is_listed() ->
     assert besides(dict(reversed(views.items())), leaves) == besides(views, leaves)
 
 
-def test_nobody_is_beside_where_all_hold_a_leaf_in_one_way() -> None:
+def test_no_rank_is_beside_where_all_hold_a_leaf_in_one_way() -> None:
     boxes = [Box((0,), (3,)), Box((3,), (1,))]
     views: dict[View, list[int]] = {
         (Seen("x", "F32", (4,), None, (box,)), Seen("y", "F32", (4,))): [rank]

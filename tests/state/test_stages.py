@@ -63,7 +63,7 @@ def test_a_pipeline_is_cut_at_another_layer() -> None:
     assert seen == set(whole.data)
 
 
-def test_a_layer_that_nobody_saved_is_missing() -> None:
+def test_a_layer_that_no_rank_saved_is_missing() -> None:
     whole = together(save(stepped(training(range(0, 1), 1))), save(stepped(training(range(1, 2), 2))))
     made = Restore(training(range(1, 3), 3), whole.tree, whole.leaves, whole.aliases, shared=True)
     assert set(made.mismatch.missing) == {

@@ -162,7 +162,13 @@ def stable(x: T) -> T:
     """Promises that the arrays of `x` change only between a step of a hooked optimizer and the next save.
 
     They are then read in place instead of being copied: for averages of weights that are updated right after
-    the optimizer's step, or large tables that never change. Returns `x`.
+    the optimizer's step, or large tables that never change.
+
+    Args:
+        x: An array, a tensor, a module, or a container of them.
+
+    Returns:
+        `x` itself.
 
     >>> import everystep, numpy
     >>> table = everystep.stable(numpy.zeros(1000))

@@ -1,8 +1,18 @@
 """engine: bytes between memory and the device, as fast as the device allows.
 
-The Python face of the C++ core (``native/``). It owns transfers (`write`, `read`), checksums, the choice of
-backend (`choose_backend`), durable file-system operations (`fs`) and the fault seam that tests use
-(`faults`). It knows nothing of tensors, checkpoints or runs.
+The Python face of the C++ core (``native/``). It knows nothing of tensors, checkpoints or runs.
+
+| module | what it owns |
+|---|---|
+| `transfer` | jobs: writing and reading one file; copies and fingerprints of memory |
+| `buffers` | descriptions of memory: where bytes come from and go to |
+| `views` | host memory as numpy arrays |
+| `tuning` | window sizes and queue depths |
+| `probe` | which backend a directory gets, and why |
+| `fs` | durable file-system operations, through the fault seam |
+| `atomic_file` | files that are replaced whole or not at all |
+| `faults` | making calls fail on purpose, for tests and drills |
+| `threads` | starting threads and waiting for them, safe from signal handlers that raise |
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A fault is written ``call:nth:action``: the nth call of that kind fails with an errno name (``EIO``,
 ``ENOSPC``), falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the process; a trailing ``+``
-keeps failing from there on. ``any`` counts all kinds together, but for ``start_writeback``, ``ring`` and
-``probe``, which a save can do without. Several are joined by commas: ``EVERYSTEP_FAULTS=sync:3:kill`` in the
-environment kills at the third sync.
+keeps failing from there on. ``any`` counts all kinds together, except for ``start_writeback``, ``ring``,
+``probe`` and ``map``, whose number depends on chance. Several are joined by commas:
+``EVERYSTEP_FAULTS=sync:3:kill`` in the environment kills at the third sync.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parse(text: str) -> list[Fault]:
 
 
 def install(*faults: Fault) -> None:
-    """Replaces the faults in force; the count of calls starts anew. No arguments: all off."""
+    """Replaces the faults in force, and sets the counts of calls to 0. No arguments: all off."""
     _native.set_faults([(f.call, f.nth, f.action, f.code, f.lasting) for f in faults])
 
 

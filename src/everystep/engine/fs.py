@@ -76,8 +76,8 @@ def write_file(
     """Writes a small file whole: `data`, and `more` behind it.
 
     It is durable after `sync` of the returned object and its directory, which closes it. Use it in a `with`
-    block: an error or interrupt before the sync then closes it, too. While a recycled file is open, everybody
-    who opens it waits, and a traceback that is kept would keep it open. With `recycle` an existing file is
+    block: an error or interrupt before the sync then closes it, too. Others who open a recycled file wait as
+    long as it is open, and a traceback that is kept would keep it open. With `recycle` an existing file is
     overwritten in place, unless others have it open or mapped: then a new one takes its name (`fresh`).
     """
     return _native.PendingFile(path, data, recycle, more)
@@ -126,8 +126,8 @@ def make_directories(path: str) -> None:
 def anchor(directory: str, *, once: bool = False) -> None:
     """Makes the names on the way to a directory durable; with `once`, only when this process first asks.
 
-    Whoever made them may not have synced them, or was killed before: what is durable inside of a directory
-    would be lost with its name.
+    The process that made them may not have synced them. What is durable inside of a directory would be lost
+    with its name.
     """
     here = directory, identity(directory)
     if once and here in _anchored:
@@ -141,7 +141,7 @@ def anchor(directory: str, *, once: bool = False) -> None:
         try:
             sync_dir(at)
         except PermissionError:
-            return  # where we may not even look, others have put us
+            return  # directories above that we may not read were there before
         _anchored.add(known)
     _anchored.add(here)
 
@@ -153,7 +153,7 @@ _anchored: set[tuple[str, tuple[int, int, int]]] = set()
 def remove_tree(path: Place) -> None:
     """Removes a checkpoint directory: files and one level of directories is all there is in one.
 
-    Of a link to one, only the link: what it leads to is somebody else's.
+    Of a link to one, it removes only the link.
     """
     if is_link(path):
         unlink(path)

@@ -147,7 +147,7 @@ class WriteJob:
         """Stops, and returns when the engine has let go of the sources and the file."""
         self.native.cancel()
         self.native.wait(None)
-        # An error that somebody keeps keeps this job, too; an open file would keep its space on the disk.
+        # If the error is kept, so is this job. An open file would keep its space on the disk.
         self.native.close()
 
     def __enter__(self) -> WriteJob:

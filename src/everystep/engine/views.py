@@ -13,7 +13,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Array:
-    """Memory in the words that numpy understands. Whoever looks at it keeps its owner alive."""
+    """Memory as numpy's array interface describes it. An array on it keeps this object alive."""
 
     def __init__(self, address: int, shape: tuple[int, ...], code: str, strides: Any = None) -> None:
         self.__array_interface__ = {

@@ -210,7 +210,8 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     """Whether no element lies in two of the boxes. Empty boxes hold nothing and never overlap.
 
     Takes near-linear time for what sharding makes (grids, byte ranges), by separating groups at planes that
-    cut no box, and raises `TooTangled` rather than go quadratic on what nobody but an attacker makes.
+    cut no box. Raises `TooTangled` for arrangements that only an attacker makes and that would take quadratic
+    time.
     """
     group = [box for box in boxes if box.volume]
     if len(group) < 2:

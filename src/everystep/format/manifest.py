@@ -180,7 +180,7 @@ def decode_root(data: bytes | bytearray, where: str) -> Root:
 
 
 def decode_text(text: str, where: str) -> Root:
-    """Check and decode what `encode_text` wrote. Whoever found it has checked its digest."""
+    """Check and decode what `encode_text` wrote. The caller has checked its digest."""
     data = text.encode("utf-8", "surrogatepass")
     if more_values_than(MAX_NODES, data):
         raise CorruptCheckpoint(f"more than {MAX_NODES} JSON values", path=where)

@@ -203,7 +203,7 @@ def _from_boxes(
             for box in seen.boxes or (everything,):
                 holders.setdefault(box, []).append(its)
     if everything in holders:
-        # Somebody has all of it: ranks that have a part besides need not write any.
+        # Some rank has all of it: ranks that have a part need not write any.
         holders = {everything: holders[everything]}
     boxes = [box for box in holders if box.volume] or list(holders)[:1]
     if not disjoint(boxes):

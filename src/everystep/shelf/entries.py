@@ -35,7 +35,7 @@ ARRAY: Final = 1
 PACKED: Final = 2
 
 _INLINE_NBYTES: Final = 512
-"""Larger values are data: a directory node is written anew when one of its entries changes."""
+"""Larger values are data: each change of an entry writes its whole directory node again."""
 _ALIGNMENT: Final = 64
 MAX_DIMENSIONS: Final = 64
 

@@ -54,10 +54,15 @@ _S = TypeVar("_S", bound="Shelf")
 class Shelf:
     """A file of named arrays and values that a crash cannot tear.
 
-    `size` is what the file may grow to, as a number of bytes or as text ("64MiB"): 64 MiB for a new shelf,
-    and what it had for an old one. ``mode="r"`` reads the last committed state; `refresh` goes on to a newer
-    one. A shelf has one writer at a time, and any number of readers. `verify`: check the checksums of an
-    entry when this process reads it for the first time.
+    A shelf has one writer at a time, and any number of readers.
+
+    Args:
+        path: The file. It is made if it does not exist, unless `mode` is ``"r"``.
+        size: What the file may grow to: a number of bytes, or text such as ``"64MiB"``. None: 64 MiB for a
+            new shelf, and the size that an existing one was given.
+        mode: ``"w"`` reads and writes. ``"r"`` reads the last committed state; `refresh` goes on to a newer
+            one.
+        verify: Check the checksums of an entry when this process first reads it.
 
     >>> import numpy as np, tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "fit.shelf")
@@ -141,7 +146,12 @@ class Shelf:
             raise AttributeError(f"the shelf {self._path} has no entry {name!r}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a name, or `default` if the shelf does not have it."""
+        """The value of a name.
+
+        Args:
+            name: The entry.
+            default: What to return if the shelf has no such entry.
+        """
         try:
             return self[name]
         except KeyError:
@@ -160,7 +170,7 @@ class Shelf:
         return len(self._opened().names())
 
     def __bool__(self) -> bool:
-        return True  # an empty shelf is one, too
+        return True  # also if it is empty
 
     def keys(self) -> list[str]:
         return sorted(self._text(name) for name in self._opened().names())
@@ -277,7 +287,11 @@ class Shelf:
         return engine.NativeTransaction(self._opened(), self)
 
     def writable(self, name: str) -> Any:
-        """A copy of an array that can be changed in place; the end of the transaction stores it."""
+        """A copy of an array that can be changed in place. The end of the transaction stores it.
+
+        Args:
+            name: An entry that holds a numpy array or a torch tensor.
+        """
         transaction = self._opened().mine()
         if transaction is None:
             raise TransactionError(
@@ -413,9 +427,10 @@ class Shelf:
         return self._opened().usage()[5]
 
     def refresh(self) -> bool:
-        """For a reader: go on to the last committed state. Whether there was a newer one.
+        """For a reader: goes on to the last committed state. Arrays that were read before stay as they are.
 
-        Arrays that were read before keep what they hold.
+        Returns:
+            Whether there was a newer state.
         """
         core = self._opened()
         if self._writable:
@@ -428,7 +443,11 @@ class Shelf:
             raise CorruptShelf(str(error), path=self._path) from None
 
     def verify(self) -> list[CorruptShelf]:
-        """Reads every byte of the committed state; the errors of all damaged entries."""
+        """Reads every byte of the committed state.
+
+        Returns:
+            The errors of all damaged entries: none, as a rule.
+        """
         core = self._opened()
         damaged = []
         for key in core.committed_names():
@@ -443,7 +462,7 @@ class Shelf:
         return damaged
 
     def close(self) -> None:
-        """Arrays that were read stay valid. What a transaction under way has changed is undone."""
+        """Closes the file, and undoes a transaction that is under way. Arrays that were read stay valid."""
         core = self._core
         if core is None:
             return

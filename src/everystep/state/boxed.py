@@ -1,7 +1,7 @@
 """`BoxedArray`: an array of which this process has some boxes, each as a numpy array of its own.
 
 Owns how such an array becomes leaves. It is what `jax_arrays` makes of an array that is cut over devices and
-processes, and what integrations hand over for arrays that nobody changes. Nothing is put together in memory,
+processes, and what integrations hand over for arrays that do not change. Nothing is put together in memory,
 neither to save it nor to fill it. Every element of the array must be in exactly one box of one process.
 """
 
@@ -23,7 +23,7 @@ from everystep.state.refusals import unsupported
 class BoxedArray:
     """Boxes of an array of the given shape and type. To be filled, their arrays must be writable.
 
-    While it is saved, nobody may change them: they are read where they lie, and nothing waits for that.
+    They must not change during a save: it reads them in place, and no optimizer waits for it.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Immutable:
 
 
 def unchanging(array: numpy_arrays.Array) -> BoxedArray:
-    """All of an array that nobody changes any more: it is read where it lies."""
+    """All of an array that does not change any more: a save reads it in place."""
     return BoxedArray(array.shape, array.dtype, ((whole(array.shape), array),))
 
 

@@ -14,9 +14,12 @@ T = TypeVar("T")
 def per_rank(obj: T) -> PerRank[T]:
     """Marks a part of the state as this rank's own: random numbers, the position in the data, statistics.
 
-    Without the mark, ranks are taken to hold the same state, or parts of one: it is stored once, and any rank
-    may get it back. With it every rank's value is stored, and restored to the rank of the same number. On one
-    process it changes nothing.
+    Without the mark, Everystep assumes that all ranks hold the same state, or parts of one: it is stored
+    once, and any rank may get it back. With it, every rank's value is stored, and restored to the rank of the
+    same number. On one process it changes nothing.
+
+    Args:
+        obj: The part of the state: anything that a state may hold.
 
     >>> import everystep
     >>> state = {"step": 7, "rng": everystep.per_rank(everystep.rng())}
@@ -27,11 +30,13 @@ def per_rank(obj: T) -> PerRank[T]:
 
 
 def rank_zero(obj: T) -> RankZero[T]:
-    """Marks a part of the state of which rank 0's value counts: metrics that only rank 0 gathers, logs.
+    """Marks a part of the state that rank 0 stores for all: metrics that only rank 0 gathers, logs.
 
-    Only rank 0 stores it (it alone is asked for ``state_dict``), and every rank that has the place gets back
-    what rank 0 saved, on any number of ranks. The mark belongs to an entry of a dict. On one process it
-    changes nothing.
+    Only on rank 0 is ``state_dict`` called. Every rank that has the entry gets back what rank 0 saved, on any
+    number of ranks. The mark must stand at an entry of a dict. On one process it changes nothing.
+
+    Args:
+        obj: The part of the state: anything that a state may hold.
 
     >>> import everystep
     >>> state = {"step": 7, "history": everystep.rank_zero({"best": 0.25})}

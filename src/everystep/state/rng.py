@@ -34,9 +34,15 @@ def rng(*generators: object, hold: bool = False, **named: object) -> Rng:
     """Every random number generator of this process, to be saved and restored with the rest of the state.
 
     Covers Python's ``random``, NumPy's global generator, torch's on the CPU and on every accelerator device,
-    and the generators given: ``random.Random``, ``numpy.random.Generator``, ``numpy.random.RandomState``,
-    ``torch.Generator``, matched by position or by keyword. It is restored after everything else in the state,
-    wherever it stands, so that nothing drawn while restoring is left behind.
+    and the generators given here. It is restored after everything else in the state, wherever it stands,
+    because other objects may draw numbers while they load.
+
+    Args:
+        generators: More generators: ``random.Random``, ``numpy.random.Generator``,
+            ``numpy.random.RandomState`` or ``torch.Generator``. A restore matches them by position.
+        hold: Keep what is restored back until `Rng.release`. For loops that still draw numbers between the
+            restore and the first step, for example to skip the batches that were seen before.
+        named: More generators that a restore matches by keyword.
 
     >>> import everystep, random, tempfile
     >>> augmentation = random.Random(7)
@@ -50,9 +56,6 @@ def rng(*generators: object, hold: bool = False, **named: object) -> Rng:
     Generators must be the same in number, name and kind as when the state was saved. Accelerator devices need
     not be: a saved device that this process does not have is skipped with a warning, and one that was not
     saved keeps its state. A library that had not been imported when the state was saved is left alone.
-
-    With `hold`, what is restored waits for `Rng.release`: for loops that still draw numbers between the
-    restore and the first step, to skip the batches that were seen before, say.
     """
     return Rng({**{str(position): found for position, found in enumerate(generators)}, **named}, hold=hold)
 

@@ -131,7 +131,7 @@ def span(where: Destination) -> tuple[int, int]:
 def assign(target: Any, value: Any) -> Any:
     """The target with the contents of `value`, when both are the same kind of container; else the value.
 
-    Whoever else holds the container then sees the change.
+    Other holders of the container then see the change.
     """
     kind = type(target)
     if kind is not type(value) or target is value:

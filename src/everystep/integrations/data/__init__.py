@@ -1,5 +1,4 @@
-"""Data that continues where it stopped: the same samples in the same order, with the same random
-augmentation.
+"""Data that continues where it stopped: the same samples, order and random augmentation.
 
 - `Loader`: a torch ``DataLoader`` for map-style datasets. It is saved and restored with the rest of the state
   and continues inside an epoch, without loading delivered samples again.

@@ -15,9 +15,13 @@ def resumable(loader: Any, *, seed: int = 0) -> Loader:
     """A `Loader` with the dataset and settings of a torch ``DataLoader``.
 
     ``shuffle=True`` becomes Everystep's own order by `seed`, and so does a ``DistributedSampler``, by its own
-    seed if none is given: shares of ranks are as large, another number of ranks can take over, and nobody
-    need call ``set_epoch``. Other samplers are kept, and seeded for every epoch; one that draws from a
-    generator nobody can seed is noticed when it resumes. The given loader's `generator` is not used.
+    seed if none is given: shares of ranks are as large, another number of ranks can take over, and calls of
+    ``set_epoch`` are not needed. Other samplers are kept, and seeded for every epoch. If one draws from a
+    generator that cannot be seeded, resuming raises an error. The given loader's `generator` is not used.
+
+    Args:
+        loader: The torch ``DataLoader``. It is not changed.
+        seed: The order of the samples and all random numbers of the batches follow from it.
 
     >>> from torch.utils.data import DataLoader
     >>> sum(batch.sum().item() for batch in resumable(DataLoader(range(10), batch_size=4, shuffle=True)))

@@ -23,24 +23,36 @@ class Loader:
     """Batches of a map-style dataset, loaded by torch's ``DataLoader``, with a position that can be saved.
 
     Put it into the state like a model. ``for batch in loader`` gives the rest of the current epoch, and then
-    the next epoch begins; leaving the loop early and iterating again goes on with the next batch of the same
-    epoch (`next_epoch` abandons the rest instead). A loop that has received the last batch need not ask for
-    one more: the next loop begins the next epoch.
+    the next epoch begins. If you leave the loop early and iterate again, it goes on with the next batch of
+    the same epoch (`next_epoch` abandons the rest instead). A loop that has received the last batch need not
+    ask for one more: the next loop begins the next epoch.
 
-    The saved position is that of the batches the loop has received, whatever the workers have prepared beyond
-    it, and resuming loads none of the earlier samples. Saved after the last batch, it resumes at the end of
-    the epoch: the first loop after the restore ends at once. A state restored in the middle of a loop takes
-    effect at its next batch.
+    The saved position counts the batches that the loop has received, not those that workers have prepared.
+    Resuming loads none of the earlier samples. If the position was saved after the last batch, it resumes at
+    the end of the epoch: the first loop after the restore ends at once. A state restored in the middle of a
+    loop takes effect at its next batch.
 
     The order of the samples depends on `seed` and the epoch only. Before each batch is made, the CPU
     generators of Python, NumPy and torch are seeded from `seed`, epoch, batch and rank: augmentation is the
     same on every run, with any number of workers, and the main process's generators stay undisturbed.
 
-    `batch_size`, `shuffle`, `drop_last`, `sampler`, `batch_sampler` and `collate_fn` are those of
-    ``DataLoader``, and `options` its other ones (`num_workers`, `prefetch_factor`, `persistent_workers`,
-    `pin_memory`, `multiprocessing_context`, `timeout`, `worker_init_fn` ...). `rank`, `world` and `uneven`
-    share the samples among processes, as for `Sampler`. Another number of ranks, or another `batch_size`, may
-    restore the state: the rest of the epoch is shared among them, no sample left out and none given twice.
+    Another number of ranks, or another `batch_size`, may restore the state: the rest of the epoch is shared
+    among them, no sample left out and none given twice.
+
+    Args:
+        dataset: A map-style dataset. One that is iterable only keeps its own position.
+        batch_size: Samples per batch. None: every sample is delivered by itself.
+        shuffle: Shuffle every epoch.
+        seed: The order of the samples and all random numbers of the batches follow from it.
+        drop_last: Leave out the last batch of an epoch if it is smaller.
+        sampler: The order of the samples instead of Everystep's own. It is seeded for every epoch.
+        batch_sampler: As `sampler`, for whole batches.
+        collate_fn: Makes a batch of a list of samples, as for ``DataLoader``.
+        rank: The number of this process among those that share the data.
+        world: How many processes share the data.
+        uneven: What to do if the samples do not divide evenly: ``"pad"`` or ``"drop"``, as for `Sampler`.
+        options: Other arguments of ``DataLoader``: `num_workers`, `prefetch_factor`, `persistent_workers`,
+            `pin_memory`, `multiprocessing_context`, `timeout`, `worker_init_fn`.
 
     >>> loader = Loader(range(10), batch_size=4, shuffle=True, seed=1)
     >>> first = next(iter(loader))
@@ -134,7 +146,7 @@ class Loader:
         return self._dealt
 
     def next_epoch(self) -> None:
-        """Abandon the rest of the current epoch: the next batch is the first of the next one."""
+        """Abandons the rest of the current epoch: the next batch is the first of the next one."""
         self._move(self._epoch + 1, 0)
 
     def __len__(self) -> int:
@@ -160,7 +172,11 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch that had been delivered. The saved seed replaces the given one."""
+        """Continues after the last batch that had been delivered. The saved seed replaces the given one.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         try:
             seed, epoch, position = state["seed"], state["epoch"], state["position"]
             order, digest = state["order"], state["digest"]
@@ -272,8 +288,8 @@ class _Iteration:
         if self._turn != loader._iterating:
             self._superseded()
         if self._next != (loader._moves, loader._position):
-            # After a failed batch (which torch has passed by), an interrupt, or a restore: begin anew there.
-            # Workers of the old place end before new ones start.
+            # After a failed batch (which torch has passed by), an interrupt, or a restore: a new iterator
+            # starts there. Workers of the old one end before new ones start.
             self._inner = None
         if loader._position >= len(loader._batches()):
             with loader._turning:

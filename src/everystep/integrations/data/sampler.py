@@ -24,16 +24,21 @@ Uneven = Literal["pad", "drop"]
 
 
 class Sampler:
-    """Indices of a dataset, shuffled anew in every epoch, that continue where they stopped.
+    """Indices of a dataset, in another random order in every epoch, that continue where they stopped.
 
     Iterating gives the rest of the current epoch; then the next one begins, also when the last index was
-    taken without asking for one more. `source` is the dataset or its length. The order depends on `seed` and
-    the number of the epoch only.
+    taken without asking for one more. The order depends on `seed` and the number of the epoch only. Another
+    number of ranks may load a position: they share the rest of the epoch.
 
-    With `world` ranks, each gets every `world`-th index of the common order, beginning with its `rank`, and
-    all get equally many. Where the length does not divide: ``uneven="pad"`` gives every sample to some rank
-    and repeats the first of the order to fill up; ``"drop"`` leaves the last of the order out of this epoch.
-    A position may be loaded by another number of ranks: they share the rest of the epoch.
+    Args:
+        source: The dataset, or its length.
+        shuffle: Shuffle every epoch. Otherwise the indices come in order.
+        seed: What the order follows from.
+        rank: The number of this process: it gets every `world`-th index of the common order, from this one
+            on.
+        world: How many processes share the indices. All get equally many.
+        uneven: What to do if the length does not divide by `world`. ``"pad"`` gives every sample to some rank
+            and repeats the first of the order to fill up; ``"drop"`` leaves the last of the order out.
 
     >>> sampler = Sampler(5, seed=3)
     >>> first = [next(iter(sampler)), next(iter(sampler))]
@@ -85,13 +90,16 @@ class Sampler:
         return share(self.length, self.world, self.uneven)
 
     def order(self, epoch: int, seed: int | None = None, *, dealt: int = 0) -> npt.NDArray[np.int64]:
-        """The indices of an epoch for this rank, by another seed if one is given. Changes no position.
+        """The indices of an epoch for this rank. Changes no position.
 
-        `dealt` leaves out so many of the common order's first ones.
+        Args:
+            epoch: The number of the epoch.
+            seed: Another seed than the sampler's own.
+            dealt: Leaves out so many of the first indices of the common order.
         """
         if self.shuffle:
             source = seeding.stream(self.seed if seed is None else seed, seeding.ORDER, epoch)
-            # RandomState: its methods are frozen for good, while those of numpy.random.Generator may change.
+            # RandomState: its methods never change, while those of numpy.random.Generator may.
             everything = np.random.RandomState(np.random.PCG64(source)).permutation(self.length)
         else:
             everything = np.arange(self.length)
@@ -143,7 +151,11 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there. The saved seed takes the place of the given one, so that the order goes on."""
+        """Continues at a saved position. The saved seed replaces the given one, so that the order goes on.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         try:
             seed, epoch, position, saved = (state[key] for key in ("seed", "epoch", "position", "order"))
         except (KeyError, TypeError) as error:

@@ -6,6 +6,17 @@
 
 `KMeans`, `MiniBatchKMeans` and `GaussianMixture` are scikit-learn's own, with one more parameter. `stream`
 does the same for every estimator with ``partial_fit``. Names, and scikit-learn, are imported on first use.
+
+| module | what it owns |
+|---|---|
+| `kmeans`, `minibatch`, `mixture` | the estimators: what a fit stores, and where it goes on |
+| `streams` | `stream`: batches by ``partial_fit`` |
+| `base` | what the estimators share: the parameter `shelf`, and the stored result |
+| `record` | one fit on a shelf: which fit it is, and its commits |
+| `estimator_state` | attributes of an estimator to arrays and plain values, and back |
+| `fingerprints` | data and parameters as text that identifies a fit |
+| `loops` | the way into scikit-learn's iterations |
+| `versions` | the supported versions of scikit-learn |
 """
 
 from __future__ import annotations

@@ -31,11 +31,16 @@ _RESULT = ("labels", "inertia", "centers", "n_iter")
 
 
 class KMeans(Resumable, _kmeans.KMeans):  # type: ignore[misc]
-    """scikit-learn's `KMeans`, and `shelf`: where each iteration is made durable.
+    """scikit-learn's `KMeans`, with one more parameter.
 
-    `shelf` is the path of a shelf file, a directory (one shelf file for each fit), or an open
-    `everystep.Shelf`. If it is None, this is scikit-learn's estimator. ``fit`` with the same data and
-    parameters goes on where the last one ended, or returns the stored result if that was complete.
+    ``fit`` with the same data and parameters goes on where the last one ended, or returns the stored result
+    if that was complete.
+
+    Args:
+        shelf: Where each iteration is made durable: the path of a shelf file, a directory (one shelf file for
+            each fit), or an open `everystep.Shelf`. None: this is scikit-learn's estimator.
+
+    All other parameters are those of scikit-learn's `KMeans`.
 
     >>> import tempfile, numpy as np, sklearn.cluster
     >>> X = np.random.default_rng(0).normal(size=(200, 2))

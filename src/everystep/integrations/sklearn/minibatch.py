@@ -28,9 +28,14 @@ _COUNTERS = ("_ewa_inertia", "_ewa_inertia_min", "_no_improvement", "_n_since_la
 
 
 class MiniBatchKMeans(Resumable, _kmeans.MiniBatchKMeans):  # type: ignore[misc]
-    """scikit-learn's `MiniBatchKMeans`, and `shelf`: where each step is made durable. See `KMeans`.
+    """scikit-learn's `MiniBatchKMeans`, with one more parameter.
 
     ``partial_fit`` needs ``shelf=None``: only `integrations.sklearn.stream` knows which batch comes next.
+
+    Args:
+        shelf: Where each step is made durable, as for `KMeans`.
+
+    All other parameters are those of scikit-learn's `MiniBatchKMeans`.
     """
 
     _parameter_constraints = {  # noqa: RUF012

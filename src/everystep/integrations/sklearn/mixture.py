@@ -29,9 +29,13 @@ _CHOLESKY = "precisions_cholesky_"
 
 
 class GaussianMixture(Resumable, _gaussian_mixture.GaussianMixture):  # type: ignore[misc]
-    """scikit-learn's `GaussianMixture`, and `shelf`: where each iteration is made durable. See `KMeans`.
+    """scikit-learn's `GaussianMixture`, with one more parameter.
 
-    With ``warm_start``, give a directory as `shelf`: each call of ``fit`` is a fit of its own.
+    Args:
+        shelf: Where each iteration is made durable, as for `KMeans`. With ``warm_start``, give a directory:
+            each call of ``fit`` is a fit of its own.
+
+    All other parameters are those of scikit-learn's `GaussianMixture`.
     """
 
     _parameter_constraints = {  # noqa: RUF012

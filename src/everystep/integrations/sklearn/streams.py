@@ -20,12 +20,22 @@ Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 def stream(estimator: Estimator, batches: Batches, *, shelf: ShelfLike, **options: Any) -> Estimator:
-    """Calls ``partial_fit`` with each batch, makes the result durable, and returns the estimator.
+    """Calls ``partial_fit`` with each batch, and makes the result durable before the next.
 
-    A batch is ``X``, a tuple ``(X, y)`` or ``(X, y, sample_weight)``, or a dict of arguments. `options` go to
-    every call: ``classes=[0, 1]``. After a crash, call it again with a new estimator of the same parameters
-    and the same batches: those that the shelf has seen are read, compared by checksum, and passed over.
-    To avoid reading them, give `batches` as a function that takes the number of the first one wanted.
+    After a crash, call it again with a new estimator of the same parameters and the same batches: those that
+    the shelf has seen are read, compared by checksum, and passed over.
+
+    Args:
+        estimator: Any estimator that has ``partial_fit``.
+        batches: The batches. Each is ``X``, a tuple ``(X, y)`` or ``(X, y, sample_weight)``, or a dict of
+            arguments. To avoid reading batches that were seen, give a function that takes the number of the
+            first one wanted.
+        shelf: The path of a shelf file, a directory (one shelf file for each stream), or an open
+            `everystep.Shelf`.
+        options: Arguments of every call, such as ``classes=[0, 1]``.
+
+    Returns:
+        The estimator.
 
     >>> import tempfile, numpy as np
     >>> from sklearn.naive_bayes import GaussianNB
