@@ -18,9 +18,9 @@ knows a framework.
 
 from __future__ import annotations
 
-from everystep.checkpointer.checkpointer import Checkpointer
+from everystep.checkpointer.checkpointer import Checkpointer, check_options
 from everystep.checkpointer.keep import Keep, Kept
 from everystep.checkpointer.ownership import stable
 from everystep.checkpointer.pending_save import PendingSave
 
-__all__ = ["Checkpointer", "Keep", "Kept", "PendingSave", "stable"]
+__all__ = ["Checkpointer", "Keep", "Kept", "PendingSave", "check_options", "stable"]

@@ -9,14 +9,18 @@ import itertools
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everystep.caller import stack_level
 from everystep.checkpointer.ownership import Owner, OwnerKind, OwnerOf, owners
 from everystep.engine import forks
 from everystep.state.torch_objects import is_optimizer, optimizers_in
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 class AnnouncedChanges:
@@ -148,3 +152,40 @@ def _innermost(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
+
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class LateStep:
+    """An optimizer as a `Checkpointer` sees it: its step begins when it changes the weights.
+
+    A save that was awaited when ``optimizer.step`` is called would overlap with nothing. So the framework's
+    module gives these as `optimizers` to its `Checkpointer`, and calls `begin` when gradients are ready.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._own = optimizer
+        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    @property
+    def param_groups(self) -> Any:
+        return self._own.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self._own.state
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        from torch.utils.hooks import RemovableHandle
+
+        handle = RemovableHandle(self._optimizer_step_pre_hooks)
+        self._optimizer_step_pre_hooks[handle.id] = hook
+        return handle
+
+    def begin(self, optimizer: Any) -> None:
+        """The optimizer is about to change the weights. Those of other optimizers do not."""
+        if optimizer is self._own:
+            for hook in list(self._optimizer_step_pre_hooks.values()):
+                hook(optimizer, (), {})

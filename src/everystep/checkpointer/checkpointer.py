@@ -1,17 +1,19 @@
 """`Checkpointer`: durable checkpoints of a training loop, and resuming from the newest one that is whole.
 
 Owns what the user calls, and the order in which it happens. The steps of one save are `save_task`'s, finding
-what to resume from is `restore`'s, when to save and when to end is `preemption_duty`'s and `schedule`'s, and
+what to resume from is `restore`'s, when to save and when to end is `preemption`'s and `schedule`'s, and
 which checkpoints stay is `retention`'s.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, overload
 
@@ -499,3 +501,26 @@ class Checkpointer:
             self.close()
         except Exception as failure:  # the error that ends the block is the one to see
             warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=stack_level())
+
+
+def check_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The options that a callback keeps for the Checkpointer it will make, checked now.
+
+    A mistake should not wait until data are loaded and a model is built.
+
+    Args:
+        options: Keyword arguments of a `Checkpointer`.
+        owner: Who was given them, for the error's message.
+    """
+    parameters = inspect.signature(Checkpointer).parameters.values()
+    usual = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    for name in options:
+        if name not in usual:
+            raise TypeError(
+                f"{owner}: {name!r} is no option of everystep.Checkpointer, which has {', '.join(usual)}"
+            )
+    known = {**usual, **options}
+    names = {field.name for field in fields(Arguments)} - {"run"}
+    Arguments(run="", **{name: known[name] for name in names}).schedule()
+    checked_exit_code(known["preemption_exit_code"])
+    return dict(options)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 from everystep.paths import local_path
 
 require("accelerate", "1.15", "1.16", extra="accelerate")
@@ -29,9 +29,8 @@ from accelerate.utils import broadcast_object_list
 
 from everystep.caller import stack_level
 from everystep.errors import CheckpointNotFound, StateMismatch
-from everystep.integrations.shared.attributes import Attributes
-from everystep.integrations.shared.entries import with_entries
 from everystep.integrations.shared.folders import by_rank_zero, newest_intact, numbered, remove
+from everystep.integrations.shared.states import Attributes, with_entries
 from everystep.state.marks import per_rank, rank_zero
 from everystep.state.rng import Rng, rng
 from everystep.store import load, save

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 
 require("chainer", "7.8", "7.9", extra="chainer")
 

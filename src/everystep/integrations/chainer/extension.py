@@ -12,9 +12,8 @@ from chainer.backends import _cpu
 from chainer.training import Extension
 
 from everystep import store
-from everystep.checkpointer import Checkpointer
+from everystep.checkpointer import Checkpointer, check_options
 from everystep.integrations.chainer.serializer import Serialized, leaf_name
-from everystep.integrations.shared.checkpointer_options import checked
 from everystep.paths import local_path
 from everystep.state.mismatch import offering
 from everystep.state.rng import Rng
@@ -41,7 +40,7 @@ class Snapshot(Extension):
     def __init__(self, run: str | os.PathLike[str], *, autoload: bool, **options: Any) -> None:
         self._run = local_path(run)
         self._autoload = autoload
-        self._options = checked(options, "snapshot")
+        self._options = check_options(options, "snapshot")
         self.checkpointer: Checkpointer | None = None
         """The `Checkpointer` at work, while the trainer runs."""
 

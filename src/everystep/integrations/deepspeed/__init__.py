@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everystep.integrations.shared.first_use import names_on_first_use
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import names_on_first_use, require
 
 if TYPE_CHECKING:
     from everystep.integrations.deepspeed.checkpoint_engine import EverystepEngine as EverystepEngine

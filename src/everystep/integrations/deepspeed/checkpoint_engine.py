@@ -34,8 +34,8 @@ from everystep.errors import StateMismatch
 from everystep.integrations.deepspeed import tags
 from everystep.integrations.deepspeed.objects import copies_but, make_object, trained_tensors
 from everystep.integrations.deepspeed.saves import TagSave
-from everystep.integrations.shared.fitting import merged, require_fit
 from everystep.integrations.shared.folders import damage_of, first_intact
+from everystep.integrations.shared.states import merged, require_fit
 from everystep.paths import local_path
 from everystep.store import load
 from everystep.universal.deepspeed.plain_objects import from_plain, to_plain

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from everystep.integrations.deepspeed.objects import make_object, trained_tensors
-from everystep.integrations.shared.attributes import Attributes
-from everystep.integrations.shared.entries import with_entries
-from everystep.integrations.shared.fitting import merged, require_fit
+from everystep.integrations.shared.states import Attributes, merged, require_fit, with_entries
 from everystep.state.marks import per_rank
 from everystep.state.rng import rng
 from everystep.universal.deepspeed.plain_objects import from_plain, to_plain

@@ -26,7 +26,7 @@ import os
 from collections.abc import Mapping
 from typing import TypeVar
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 from everystep.state.mismatch import offering
 
 require("jax", "0.10", "0.11", extra="jax")

@@ -19,13 +19,12 @@ from typing import Any
 import keras
 
 from everystep.caller import stack_level
-from everystep.checkpointer import Checkpointer
+from everystep.checkpointer import Checkpointer, check_options
 from everystep.errors import StateMismatch
 from everystep.integrations.keras.batches import Batches
 from everystep.integrations.keras.names import named, named_slots
 from everystep.integrations.keras.variables import GlobalSeed, Variables
-from everystep.integrations.shared.attributes import ChangedAttributes
-from everystep.integrations.shared.checkpointer_options import checked
+from everystep.integrations.shared.states import ChangedAttributes
 from everystep.paths import local_path
 from everystep.state.mismatch import offering
 from everystep.state.rng import rng
@@ -58,7 +57,7 @@ class EverystepCallback(keras.callbacks.Callback):
         self._run = local_path(run)
         self._data = data
         self._remember = list(remember)
-        self._options = {"mode": "snapshot", **checked(options, "EverystepCallback")}
+        self._options = {"mode": "snapshot", **check_options(options, "EverystepCallback")}
         self._checkpointer: Checkpointer | None = None
         self._rng = rng(hold=True)
         self._state: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 from everystep.integrations.keras.names import named
-from everystep.integrations.shared.fitting import require_fit
+from everystep.integrations.shared.states import require_fit
 from everystep.state.boxed import unchanging
 from everystep.store import load
 

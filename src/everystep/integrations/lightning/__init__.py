@@ -12,7 +12,7 @@ Private names of Lightning that these rely on: ``Trainer.fit_loop`` with ``epoch
 
 from __future__ import annotations
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 
 require("lightning", "2.6", "2.7", extra="lightning")
 

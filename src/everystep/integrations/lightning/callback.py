@@ -14,11 +14,10 @@ from lightning import __version__
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from everystep.checkpointer import Checkpointer
+from everystep.checkpointer import Checkpointer, check_options
+from everystep.checkpointer.announced_changes import LateStep
 from everystep.integrations.data import Loader
 from everystep.integrations.lightning.type_keys import stored_key
-from everystep.integrations.shared.checkpointer_options import checked
-from everystep.integrations.shared.late_step import LateStep
 from everystep.paths import local_path
 from everystep.state.marks import per_rank, rank_zero
 from everystep.state.mismatch import offering
@@ -38,7 +37,7 @@ class EverystepCallback(Callback):
 
     def __init__(self, run: str | os.PathLike[str], **options: Any) -> None:
         self._run = local_path(run)
-        self._options = checked(options, "EverystepCallback")
+        self._options = check_options(options, "EverystepCallback")
         self._checkpointer: Checkpointer | None = None
         self._steps: list[LateStep] = []
         self._after_others = _AfterOthers(self)

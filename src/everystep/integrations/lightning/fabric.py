@@ -11,7 +11,7 @@ from typing import Any
 from lightning import Fabric
 from lightning.fabric.wrappers import _unwrap_objects
 
-from everystep.integrations.shared.entries import with_entries
+from everystep.integrations.shared.states import with_entries
 from everystep.state.marks import per_rank
 from everystep.state.rng import rng
 

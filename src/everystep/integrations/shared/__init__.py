@@ -1,12 +1,8 @@
-"""shared: what several integrations need, and no user.
+"""shared: what several integrations need, and no user. What one integration needs is in its own folder.
 
 | module | what it owns |
 |---|---|
-| `first_use` | names that are imported when they are first used |
-| `versions` | whether a framework is of a version that is supported |
-| `checkpointer_options` | the options that a callback keeps for the `Checkpointer` it will make |
-| `attributes`, `entries` | objects of a framework, and what a caller adds, as state |
-| `fitting` | whether a checkpoint fits the training that is to load it |
+| `frameworks` | whether a framework's version is supported; names that are imported on first use |
+| `states` | objects of a framework, and what a caller adds, as parts of a state; whether a checkpoint fits |
 | `folders` | checkpoints in a folder whose names a framework chooses |
-| `late_step` | frameworks that run forward and backward inside of ``optimizer.step`` |
 """

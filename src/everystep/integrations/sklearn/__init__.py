@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everystep.integrations.shared.first_use import names_on_first_use
+from everystep.integrations.shared.frameworks import names_on_first_use
 
 if TYPE_CHECKING:
     from everystep.integrations.sklearn.kmeans import KMeans as KMeans

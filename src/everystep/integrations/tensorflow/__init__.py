@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 
 require("tensorflow", "2.21", "2.22", extra="tensorflow", builds=("tensorflow-cpu",))
 
@@ -26,7 +26,7 @@ from tensorflow.python.eager.context import context
 
 from everystep.errors import StateMismatch, UnsupportedState
 from everystep.integrations.keras import names as keras_names
-from everystep.integrations.shared.entries import with_entries
+from everystep.integrations.shared.states import with_entries
 from everystep.state.boxed import unchanging
 from everystep.state.mismatch import Mismatch
 from everystep.state.rng import rng

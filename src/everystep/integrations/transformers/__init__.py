@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 from everystep.paths import local_path
 from everystep.state.mismatch import offering
 
@@ -33,11 +33,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from everystep.caller import stack_level
-from everystep.checkpointer import Checkpointer
+from everystep.checkpointer import Checkpointer, check_options
 from everystep.checkpointer.drilling import DIRECTORY
 from everystep.engine import fs
 from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.integrations.shared.checkpointer_options import checked
 from everystep.integrations.shared.folders import by_rank_zero, newest_intact, numbered
 from everystep.state.marks import per_rank, rank_zero
 from everystep.state.rng import rng
@@ -64,7 +63,7 @@ class EverystepMixin(_Base):
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
                 local_path(given.output_dir)  # Trainer makes that directory
-        self._options = None if everystep is None else checked(everystep, "everystep=")
+        self._options = None if everystep is None else check_options(everystep, "everystep=")
         super().__init__(*args, **kwargs)
         self._run: Checkpointer | None = None
         self._source: str | None = None

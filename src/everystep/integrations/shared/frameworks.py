@@ -1,8 +1,13 @@
-"""The version of a framework that an integration is built for, checked before anything of it is used."""
+"""Importing a framework: whether its version is supported, and names that are imported on first use.
+
+A module of an integration checks the version before it imports anything of the framework.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Callable, Mapping
 from importlib import metadata
 
 
@@ -38,3 +43,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: those of 2.6.0rc1 are 2, 6, 0."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def names_on_first_use(
+    package: str, home_of: Mapping[str, str], check: Callable[[], None] = lambda: None
+) -> Callable[[str], object]:
+    """The ``__getattr__`` of `package`. `home_of` says which module has a name; `check` runs before."""
+
+    def find(name: str) -> object:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        check()
+        found: object = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+        setattr(importlib.import_module(package), name, found)
+        return found
+
+    return find

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import everystep
-from everystep.integrations.shared.late_step import LateStep
+from everystep.checkpointer.announced_changes import LateStep
 
 
 def test_hooks_run_when_that_optimizer_begins_and_not_for_another() -> None:

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from everystep.integrations.shared.versions import require
+from everystep.integrations.shared.frameworks import require
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 

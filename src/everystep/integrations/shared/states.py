@@ -1,12 +1,15 @@
-"""Attributes of a framework's objects as state: of those that save none, or not all of it."""
+"""Objects of a framework as parts of a state: attributes, users' entries, and whether a checkpoint fits."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from everystep.errors import StateMismatch
+from everystep.state.mismatch import Mismatch
 
 _VALUES = (bool, int, float, str, bytes, type(None))
 
@@ -78,3 +81,35 @@ def _same(value: Any, before: Any) -> bool:
         return type(value) is type(before) and bool(value == before)
     except ValueError:  # arrays say it for each element
         return False
+
+
+def with_entries(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an integration, and entries of the user's. `ValueError` if a name is in both."""
+    if twice := sorted(own.keys() & more.keys()):
+        raise ValueError(f"state_of has entries of these names itself: {', '.join(twice)}. Choose others")
+    return {**own, **more}
+
+
+Shapes = Mapping[str, Sequence[int]]
+"""The shapes of arrays, by name."""
+
+
+def require_fit(saved: Shapes, own: Shapes, where: str = "") -> None:
+    """`StateMismatch` that lists what differs, unless both have the same names and shapes."""
+    missing = tuple(name for name in own if name not in saved)
+    extra = tuple(name for name in saved if name not in own)
+    wrong = tuple(
+        f"{name}: checkpoint {list(shape)}, target {list(own[name])}"
+        for name, shape in saved.items()
+        if name in own and tuple(shape) != tuple(own[name])
+    )
+    found = Mismatch(missing, extra, wrong, stored=saved.keys())
+    if found:
+        raise StateMismatch(
+            f"{where}{': ' if where else ''}{found}", missing=missing, extra=extra, wrong=wrong
+        )
+
+
+def merged(groups: Iterable[Shapes]) -> dict[str, Sequence[int]]:
+    """The shapes of all groups, as an optimizer has them, in one."""
+    return {name: shape for group in groups for name, shape in group.items()}

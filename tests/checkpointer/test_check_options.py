@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import everystep
-from everystep.integrations.shared.checkpointer_options import checked
+from everystep.checkpointer import check_options
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_a_checkpointer_refuses_is_refused_before_there_is_one(
     with pytest.raises((TypeError, ValueError)):
         everystep.Checkpointer(tmp_path / "run", {}, **wrong)
     with pytest.raises((TypeError, ValueError)):
-        checked(wrong, "Callback")
+        check_options(wrong, "Callback")
 
 
 def test_what_a_checkpointer_takes_is_taken() -> None:
@@ -46,9 +46,9 @@ def test_what_a_checkpointer_takes_is_taken() -> None:
         "preemption_exit_code": 3,
         "start_over": True,
     }
-    assert checked(options, "Callback") == options
-    assert checked({}, "Callback") == {}
+    assert check_options(options, "Callback") == options
+    assert check_options({}, "Callback") == {}
     with pytest.raises(
         TypeError, match=r"Callback: 'evry' is no option of everystep.Checkpointer, which has every, keep"
     ):
-        checked({"evry": 10}, "Callback")
+        check_options({"evry": 10}, "Callback")
