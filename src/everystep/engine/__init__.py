@@ -5,8 +5,7 @@ The Python face of the C++ core (``native/``). It knows nothing of tensors, chec
 | module | what it owns |
 |---|---|
 | `transfer` | jobs: writing and reading one file; copies and fingerprints of memory |
-| `buffers` | descriptions of memory: where bytes come from and go to |
-| `views` | host memory as numpy arrays |
+| `buffers` | descriptions of memory: where bytes come from and go to; memory as numpy arrays |
 | `tuning` | window sizes and queue depths |
 | `probe` | which backend a directory gets, and why |
 | `fs` | durable file-system operations, through the fault seam |

@@ -1,7 +1,7 @@
 """Where bytes come from and go to: the vocabulary between `state` (which knows arrays) and the engine.
 
-Nothing here touches the bytes; the native engine does. `owner` keeps the memory alive for as long as
-the description of it.
+`owner` keeps the memory alive for as long as the description of it. The native engine moves the bytes; small
+things are done from Python, on numpy arrays (`view`, `view_strided`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 
 class Memory(msgspec.Struct, frozen=True, gc=False):
@@ -59,3 +62,33 @@ class Consumed:
 
 Source = Memory | Strided | Produced
 Destination = Memory | Strided | Consumed
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Array:
+    """Memory as numpy's array interface describes it. An array on it keeps this object alive."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], code: str, strides: Any = None) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "typestr": code,
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def view(address: int, nbytes: int) -> Bytes:
+    """So many bytes from an address on."""
+    if not nbytes:
+        return np.empty(0, np.uint8)  # an empty array may have no address at all
+    return np.asarray(_Array(address, (nbytes,), "|u1"))
+
+
+def view_strided(memory: Strided) -> npt.NDArray[np.void]:
+    """Elements without a type, of the shape of `memory`."""
+    if not memory.nbytes:
+        return np.empty(memory.shape, f"V{memory.itemsize}")
+    return np.asarray(_Array(memory.address, memory.shape, f"|V{memory.itemsize}", memory.strides))

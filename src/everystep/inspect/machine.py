@@ -17,7 +17,7 @@ from everystep import __version__, engine
 from everystep.engine import READING, SAVING, fs
 from everystep.errors import EngineUnavailable
 from everystep.paths import local_path
-from everystep.shelf.creation import medium_of_directory
+from everystep.shelf.opening import medium_of_directory
 from everystep.store.stream.progress import Progress, no_progress
 
 SPEED_NBYTES = 256 << 20

@@ -4,7 +4,7 @@ Pure arithmetic on descriptions; nothing here reads, writes or communicates.
 
 | module | what it owns |
 |---|---|
-| `layout`, `reading` | one shard: the place of each leaf, and the bytes of it that a request needs |
+| `layout` | one shard: the place of each leaf, and the bytes of it that a request needs |
 | `placement`, `topology` | who holds what, as meshes and splits; where ranks run, and which of them write |
 | `world`, `dtensor` | from what each rank sees to who holds what; from DTensor's words to splits |
 | `replica_groups`, `byte_stream` | bytes that the same ranks hold, end to end; where these are best cut |
@@ -18,7 +18,6 @@ This package exports what one process alone needs. Modules for many ranks are im
 
 from __future__ import annotations
 
-from everystep.plan.layout import Layout, ShardPlan, arrange, plan_shard
-from everystep.plan.reading import ByteRange, rows_to_read
+from everystep.plan.layout import ByteRange, Layout, ShardPlan, arrange, plan_shard, rows_to_read
 
 __all__ = ["ByteRange", "Layout", "ShardPlan", "arrange", "plan_shard", "rows_to_read"]

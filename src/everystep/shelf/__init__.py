@@ -6,16 +6,15 @@
 | module | what it owns |
 |---|---|
 | `shelf` | `Shelf`: reading, changing, shadow copies; shelves in forked children |
-| `opening` | a file to a shelf, and typed errors |
-| `naming`, `sizes`, `usage` | names of entries; sizes as people write them; what a shelf says of itself |
-| `entries` | values and arrays to the bytes of an entry, and back onto the mapping |
-| `creation` | a new, empty file, complete or not there at all |
+| `opening` | a file to a shelf, new or old, and typed errors |
+| `sizes` | what a shelf may take, and what it takes |
+| `entries` | names of entries; values and arrays to the bytes of an entry, and back onto the mapping |
 | `contents` | list, describe, verify and export, for the command |
 """
 
 from __future__ import annotations
 
 from everystep.shelf.shelf import Shelf
-from everystep.shelf.usage import ShelfWarning, Usage
+from everystep.shelf.sizes import ShelfWarning, Usage
 
 __all__ = ["Shelf", "ShelfWarning", "Usage"]

@@ -22,7 +22,7 @@ from everystep.format.dtypes import carrier
 from everystep.paths import local_path
 from everystep.shelf import entries
 from everystep.shelf.shelf import Shelf
-from everystep.shelf.usage import ShelfWarning, Usage
+from everystep.shelf.sizes import ShelfWarning, Usage
 from everystep.state.numpy_arrays import Array
 
 FORMATS = (".npz", ".safetensors")

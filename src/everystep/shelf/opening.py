@@ -1,11 +1,18 @@
-"""Opening a shelf: a new file if there is none, and typed errors."""
+"""Opening a shelf: a new file if there is none, and typed errors.
+
+A new shelf is complete under its path, or not there at all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 
 from everystep import engine
+from everystep.engine import fs
+from everystep.engine.atomic_file import replace_file
 from everystep.errors import (
     CorruptShelf,
     Locked,
@@ -17,7 +24,6 @@ from everystep.errors import (
     StorageFull,
     UnsupportedShelf,
 )
-from everystep.shelf import creation
 from everystep.store.save_errors import save_failed
 
 DEFAULT_SIZE = 64 << 20
@@ -27,7 +33,7 @@ def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engi
     """The native side of a shelf. To write, a file is made if there is none, of at most `limit` bytes."""
     if writable and not os.path.lexists(path):
         try:
-            creation.create(path, DEFAULT_SIZE if limit is None else limit)
+            _create(path, DEFAULT_SIZE if limit is None else limit)
         except SaveFailed:
             raise
         except OSError as error:
@@ -66,3 +72,32 @@ def _failed(cause: OSError, path: str, writable: bool) -> SaveFailed | ReadFaile
     )
     failed.errno = cause.errno
     return failed
+
+
+def _create(path: str, limit_nbytes: int) -> None:
+    """Makes an empty shelf. If another process makes one at the same time, either serves."""
+    with contextlib.suppress(FileExistsError):
+        replace_file(path, engine.empty_shelf(secrets.randbits(64), limit_nbytes), overwrite=False)
+    directory = os.path.dirname(os.path.abspath(path))
+    fs.sync_dir(directory)  # also if another process made it
+    fs.anchor(directory, once=True)
+
+
+def medium_of_directory(directory: str) -> str:
+    """The medium that a shelf in a directory would have, found by trying it.
+
+    With the instruction that writes processor caches back, where that is what commits do.
+    """
+    trial = os.path.join(directory, f".everystep-{secrets.token_hex(8)}.partial")
+    try:
+        with fs.write_file(trial, bytes(4096)):
+            pass
+        medium = engine.shelf_medium(trial)
+    except OSError as error:
+        return f"unknown: {error.strerror or error}"
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            fs.unlink(trial)
+    if medium == "persistent memory":
+        return f"{medium} (MAP_SYNC, {engine.write_back_instruction()})"
+    return f"{medium} ({'not durable' if medium == 'memory' else 'written and synced'})"

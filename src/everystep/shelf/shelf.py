@@ -42,10 +42,9 @@ from everystep.errors import (
 )
 from everystep.paths import local_path
 from everystep.shelf import entries
-from everystep.shelf.naming import require_attribute, to_key
+from everystep.shelf.entries import require_attribute, to_key
 from everystep.shelf.opening import open_core
-from everystep.shelf.sizes import to_nbytes
-from everystep.shelf.usage import ShelfWarning, Usage
+from everystep.shelf.sizes import ShelfWarning, Usage, to_nbytes
 from everystep.store.read.read_errors import read_error
 
 _S = TypeVar("_S", bound="Shelf")

@@ -1,8 +1,9 @@
-"""Sizes as people write them."""
+"""What a shelf may take, as people write it, and what it takes."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -31,3 +32,22 @@ def to_nbytes(size: int | str) -> int:
     if size < LEAST_NBYTES:
         raise ValueError(f"a shelf needs at least {LEAST_NBYTES} bytes, not {size}")
     return size
+
+
+class ShelfWarning(UserWarning):
+    """The newest commit of a shelf was not complete or is damaged, so the one before it is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of a shelf. `used`: the committed state; `waiting`: replaced, but readers still use it.
+
+    `file` is the size of the file now, `limit` what it may grow to. `generation` counts the commits.
+    """
+
+    entries: int
+    used: int
+    file: int
+    limit: int
+    waiting: int
+    generation: int

@@ -16,10 +16,9 @@ from everystep.errors import StateMismatch
 from everystep.format.geometry import Box
 from everystep.state import sharded
 from everystep.state.boxed import BoxedArray
-from everystep.state.filled_memory import FilledMemory
 from everystep.state.leaves import Sharding
 from everystep.state.node import corrupt, shorten
-from everystep.state.overlaps import Host, clash
+from everystep.state.overlaps import FilledMemory, Host, clash
 from everystep.state.targets import array_destination, copy_into, has_span, memory_key, replaceable, span
 
 Lookup = Callable[[str], Any]

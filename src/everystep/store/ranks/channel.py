@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.engine.views import Bytes
+from everystep.engine.buffers import Bytes
 from everystep.errors import RankTimeout
 from everystep.store.ranks.transport import Subgroup
 

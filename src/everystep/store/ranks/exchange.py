@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from everystep.engine import Consumed, Destination, Memory, Produced, Source, Strided, WritePiece, copy
-from everystep.engine.views import Bytes, view, view_strided
+from everystep.engine.buffers import Bytes, view, view_strided
 from everystep.errors import UnsupportedState
 from everystep.format.geometry import Box, boxes_of_range
 from everystep.plan.fragments import part_of_destination, part_of_source

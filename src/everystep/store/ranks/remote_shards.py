@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from everystep.engine import Memory, Padding, Strided, Unkept
-from everystep.engine.views import Bytes
+from everystep.engine.buffers import Bytes
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.format.geometry import whole
 from everystep.plan import ByteRange

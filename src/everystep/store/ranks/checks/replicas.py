@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from everystep.engine import Memory, Produced, Source, WritePiece, copy, fingerprints, xxh3_64
-from everystep.engine.views import view
+from everystep.engine.buffers import view
 from everystep.errors import RanksDisagree
 from everystep.format.checksums import digest
 from everystep.format.geometry import boxes_of_range
