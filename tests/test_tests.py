@@ -15,7 +15,7 @@ OF_THEIR_OWN = {"browser", "crash", "distributed", "packaging", "peers", "suppor
 """Folders for tests of several packages, with machinery of their own."""
 
 ASSERTING = {"raises", "warns", "fail", "run_state_machine_as_test"}
-"""Calls that fail a test by themselves: pytest's, and hypothesis's machines, which have invariants."""
+"""Calls that fail a test by themselves: those of pytest, and state machines, whose rules assert."""
 
 Functions = dict[str, ast.FunctionDef]
 

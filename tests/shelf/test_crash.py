@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from everystep.engine import faults
 from support.shelves import shelf_schemes
+from support.shelves.machines import assert_machine
 from support.shelves.shelf_crashes import PAGE, WORD, Disk, Timeline, merged, survey
 from support.shelves.shelf_schemes import (
     UNITS,
@@ -178,30 +176,11 @@ class ShelfMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("medium", UNITS)
 def test_random_histories_against_a_dictionary(memory: Path, medium: str) -> None:
-    _run(memory, medium, examples=5, steps=8, per_point=2)
+    assert_machine(ShelfMachine, directory=memory, medium=medium, examples=5, steps=8, per_point=2)
 
 
 @pytest.mark.crash_large
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("medium", UNITS)
 def test_many_random_histories_against_a_dictionary(memory: Path, medium: str) -> None:
-    _run(memory, medium, examples=60, steps=20, per_point=8)
-
-
-def _run(directory: Path, medium: str, *, examples: int, steps: int, per_point: int) -> None:
-    class Machine(ShelfMachine):
-        pass
-
-    Machine.directory, Machine.medium, Machine.per_point = directory, medium, per_point
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_state_machine_as_test(
-            Machine,
-            settings=settings(
-                max_examples=examples,
-                stateful_step_count=steps,
-                deadline=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+    assert_machine(ShelfMachine, directory=memory, medium=medium, examples=60, steps=20, per_point=8)

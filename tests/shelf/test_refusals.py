@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 import everystep
 from everystep import Shelf
 from everystep.engine import faults
+from support.shelves.machines import assert_machine
 
 STEPS = {"page cache": "write", "memory": "store", "persistent memory": "store"}
 """The call of the seam that stores bytes, by medium."""
@@ -252,28 +251,11 @@ def _alike(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("medium", ["page cache", "memory"])
 def test_refused_and_failed_changes_against_a_dictionary(memory: Path, medium: str) -> None:
-    _run(memory, medium, examples=60, steps=20)
+    assert_machine(RefusalMachine, directory=memory, medium=medium, examples=60, steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("medium", ["page cache", "memory"])
 def test_many_refused_and_failed_changes_against_a_dictionary(memory: Path, medium: str) -> None:
-    _run(memory, medium, examples=500, steps=40)
-
-
-def _run(directory: Path, medium: str, *, examples: int, steps: int) -> None:
-    class Machine(RefusalMachine):
-        pass
-
-    Machine.directory, Machine.medium = directory, medium
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    assert_machine(RefusalMachine, directory=memory, medium=medium, examples=500, steps=40)

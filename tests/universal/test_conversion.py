@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 import everystep
 from everystep import universal
-from everystep.engine import faults
 from everystep.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, StateMismatch, UnsupportedState
 from everystep.format.geometry import whole
 from everystep.store.stream.element_casts import cast
@@ -28,8 +25,8 @@ from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.source import SourceFragment, SourceLeaf
 from support.foreign.dcp_directories import load_all
 from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
+from support.foreign.killed_conversions import assert_survives_kills
 from support.foreign.source_leaves import source_of_leaves
-from support.processes.child_processes import Pipe, forked
 from support.processes.command import command
 
 KINDS = ["everystep", "safetensors", "hf", "torch", "dcp"]
@@ -283,35 +280,15 @@ def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(
 ) -> None:
     path = write_hf(tmp_path / "hf", make_model())
     truth = make_model().state_dict()
-    place = tmp_path / "place"
 
-    def work(pipe: Pipe, nth: int) -> None:
-        faults.install(*faults.parse(f"any:{nth}:kill"))
-        universal.convert(path, place / "out", to=to, max_shard_nbytes=5000)
+    def convert(out: Path) -> None:
+        universal.convert(path, out, to=to, max_shard_nbytes=5000)
 
-    nth = 0
-    while True:
-        nth += 1
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        with forked(work, nth) as child:
-            child.pipe.drain()
-            code = child.wait()
-        if (place / "out").exists():
-            found = weights_in(place / "out", to)
-            assert all(torch.equal(found[name], tensor) for name, tensor in truth.items()), nth
-            if code:  # killed behind the commit: running again says so, and removes what is left
-                with pytest.raises(CheckpointExists):
-                    universal.convert(path, place / "out", to=to)
-        else:
-            with pytest.raises(FileNotFoundError):
-                everystep.open(place / "out")
-            universal.convert(path, place / "out", to=to, verify=True)
-        assert os.listdir(place) == ["out"], nth
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-    assert nth > 4
+    def assert_whole(out: Path) -> None:
+        found = weights_in(out, to)
+        assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
+
+    assert assert_survives_kills(tmp_path / "place", convert, assert_whole) > 4
 
 
 def test_the_command_converts_and_tells(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ itself loads what we write is in tests/peers.
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,6 @@ import torch
 
 import everystep
 from everystep import universal
-from everystep.engine import faults
 from everystep.errors import (
     CheckpointExists,
     CorruptCheckpoint,
@@ -34,8 +31,8 @@ from everystep.universal.deepspeed import universal_source as ds_universal
 from everystep.universal.deepspeed import universal_target as target
 from everystep.universal.deepspeed.names import CLASSES
 from everystep.universal.torch_file.reading import read_torch_file
+from support.foreign.killed_conversions import assert_survives_kills
 from support.foreign.source_leaves import assert_same, by_name
-from support.processes.child_processes import Pipe, forked
 from support.processes.command import command
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -379,29 +376,11 @@ def test_the_command_writes_it_and_tells_the_files_before(tmp_path: Path) -> Non
 def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
     everystep.save(tmp_path / "run", {"model": {"w": weight}})
-    place = tmp_path / "place"
 
-    def work(pipe: Pipe, nth: int) -> None:
-        faults.install(*faults.parse(f"any:{nth}:kill"))
-        universal.convert(tmp_path / "run", place / "out", to="ds-universal")
+    def convert(out: Path) -> None:
+        universal.convert(tmp_path / "run", out, to="ds-universal")
 
-    nth = 0
-    while True:
-        nth += 1
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        with forked(work, nth) as child:
-            child.pipe.drain()
-            code = child.wait()
-        if (place / "out").exists():
-            assert_same(everystep.load(place / "out")["model"]["w"], weight)
-            if code:
-                with pytest.raises(CheckpointExists):
-                    universal.convert(tmp_path / "run", place / "out", to="ds-universal")
-        else:
-            universal.convert(tmp_path / "run", place / "out", to="ds-universal")
-        assert os.listdir(place) == ["out"], nth
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-    assert nth > 10
+    def assert_whole(out: Path) -> None:
+        assert_same(everystep.load(out)["model"]["w"], weight)
+
+    assert assert_survives_kills(tmp_path / "place", convert, assert_whole) > 10

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import everystep
-from everystep import CheckpointExists, StateMismatch, UnsupportedState, universal
-from everystep.engine import faults
+from everystep import StateMismatch, UnsupportedState, universal
 from everystep.errors import SpecError
 from everystep.universal import Spec, fused, pad, part, partial, rename, replicated, rule, shard, tied, unique
 from everystep.universal.foreign_names import foreign_name
 from everystep.universal.opening import ForeignCheckpoint
+from support.foreign.killed_conversions import assert_survives_kills
 from support.foreign.megatron_writer import WORDS, Model, write_megatron
-from support.processes.child_processes import Pipe, forked
 from support.processes.command import command
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -338,31 +335,13 @@ def test_large_parameters_pass_in_slabs(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(tmp_path: Path) -> None:
     everystep.save(tmp_path / "run", {"model": {"layers.0.w": torch.arange(12.0).reshape(4, 3)}}, step=3)
-    place = tmp_path / "place"
     spec = Spec([rule("*", shard(0))])
 
-    def work(pipe: Pipe, nth: int) -> None:
-        faults.install(*faults.parse(f"any:{nth}:kill"))
-        universal.convert(tmp_path / "run", place / "out", to="megatron", spec=spec, tp=2)
+    def convert(out: Path) -> None:
+        universal.convert(tmp_path / "run", out, to="megatron", spec=spec, tp=2)
 
-    nth = 0
-    while True:
-        nth += 1
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        with forked(work, nth) as child:
-            child.pipe.drain()
-            code = child.wait()
-        if (place / "out").exists():
-            if code:  # killed behind the commit
-                with pytest.raises(CheckpointExists):
-                    universal.convert(tmp_path / "run", place / "out", to="megatron", spec=spec, tp=2)
-        else:
-            universal.convert(tmp_path / "run", place / "out", to="megatron", spec=spec, tp=2, verify=True)
-        pieces = [rank_file(place / "out", rank, 0, 1, 3)["model"]["layers.0.w"] for rank in range(2)]
-        assert torch.cat(pieces).flatten().tolist() == list(np.arange(12.0)), nth
-        assert os.listdir(place) == ["out"], nth
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-    assert nth > 4
+    def assert_whole(out: Path) -> None:
+        pieces = [rank_file(out, rank, 0, 1, 3)["model"]["layers.0.w"] for rank in range(2)]
+        assert torch.cat(pieces).flatten().tolist() == list(np.arange(12.0))
+
+    assert assert_survives_kills(tmp_path / "place", convert, assert_whole) > 4
