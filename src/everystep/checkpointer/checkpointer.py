@@ -164,7 +164,7 @@ class Checkpointer:
 
     @property
     def events(self) -> EventLog:
-        """What happened, newest last; also in ``events.jsonl`` in the run."""
+        """What has happened, newest last; it is also in ``events.jsonl`` in the run."""
         return self._context.events
 
     @property
@@ -270,7 +270,12 @@ class Checkpointer:
         return task.pending
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when all that was saved is durable. Raises what failed in the background."""
+        """Returns when all that was saved is durable. Raises the error of a save that failed.
+
+        Args:
+            timeout: Seconds after which it raises an `EngineTimeout`, a subclass of `TimeoutError`; the save
+                goes on. None: no limit.
+        """
         self._check_usable()
         task = self._task
         if task is not None and not task.join(timeout):
@@ -281,9 +286,9 @@ class Checkpointer:
     def update(self) -> Iterator[None]:
         """For changes of the weights that no hooked optimizer makes: ``with ckpt.update(): ...``.
 
-        Waits, before the block, until a save under way does not read the weights any more. Inside of the
-        block they may change at any moment, so a save that is started there copies them. From the block's end
-        on saves read them in place again: they must not change until the next block, or step of an optimizer.
+        It waits, before the block, until a save under way no longer reads the weights. Inside the block they
+        may change at any moment, so a save that starts there copies them. After the block, saves read them in
+        place again: they must not change until the next block, or the next step of an optimizer.
         """
         self._check_usable()
         with self._announced.update():
@@ -452,11 +457,11 @@ class Checkpointer:
             )
 
     def close(self) -> None:
-        """Finishes what is under way and releases the run's lock. Raises what failed in the background."""
+        """Finishes the save under way and releases the run's lock. Raises the error of a save that failed."""
         if self._closed or forks() != self._forks:
             return
         task, patience = self._task, self._group.patience
-        mode = self.mode  # afterwards there are no hooks to tell it by
+        mode = self.mode  # afterwards there are no hooks that show it
         # All of it, whatever is interrupted; what is left then is for another call.
         with ExitStack() as rest:
             rest.callback(self._release_run, task)

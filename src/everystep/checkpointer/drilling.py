@@ -3,9 +3,9 @@
 The drill sets ``EVERYSTEP_DRILL`` to a directory. A Checkpointer made in such a process puts its run there
 instead of where the script says, so that a drill never touches a real run, and appends one line to the
 diary for everything a judge must know: what the training had completed, what was durable, which bits it had.
-The drill hears of that as an observer of the run (`run_observer`); all else is as without a drill. With
+The drill is an observer of the run (`run_observer`); everything else is as without a drill. With
 ``EVERYSTEP_DRILL_KILL`` the process also dies at a chosen call of the engine, in the middle of a save or of a
-restore, where nobody outside could aim.
+restore, where no other process could aim.
 
 Without the variable `join` gives None and nothing of this happens. The drill itself, which reads the diary,
 is `everystep.drill`.

@@ -1,4 +1,4 @@
-"""What happened in a run, as records: one JSON line each in ``run/events.jsonl``, and to whoever subscribed.
+"""What happened in a run, as records: a JSON line each in ``run/events.jsonl``, and a call of subscribers.
 
 Owns the records, the file they are appended to, and reading it back. The file is a diary, not part of any
 checkpoint: nothing syncs it, and no failure to write it fails a save.
@@ -166,7 +166,7 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event, strict=False
 
 
 class _Subscription:
-    """Equal to itself only: one function subscribed twice is told twice, and each can be ended."""
+    """Equal to itself only: a function subscribed twice is called twice, and each can be ended."""
 
     def __init__(self, callback: Callback) -> None:
         self.callback = callback
@@ -174,7 +174,7 @@ class _Subscription:
 
 
 class EventLog:
-    """Appends events to a run's log, keeps the latest 1000, and tells subscribers. For any thread.
+    """Appends events to a run's log, keeps the latest 1000, and calls subscribers. For any thread.
 
     With None for a run there is no file. `broken` is the last failure to write: lines are missing since. A
     forked child inherits what is remembered, and adds nothing.
@@ -212,7 +212,7 @@ class EventLog:
             if self.path is not None and not self._closed:
                 try:
                     self._write(_line(event))
-                except Exception as error:  # whatever it is, the save that it tells of has happened
+                except Exception as error:  # whatever it is, the save that the event reports has happened
                     first_failure = error if self.broken is None else None
                     self.broken = error
         # Outside of the lock: a subscriber may use the log.
@@ -231,7 +231,11 @@ class EventLog:
             self.add(moment)
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Calls `callback` with every event from now on, in the thread that adds it. Returns how to stop."""
+        """Calls `callback` with every event from now on, in the thread that adds it.
+
+        Returns:
+            A function that ends the subscription.
+        """
         subscription = _Subscription(callback)
         with self._guard():
             self._subscriptions.append(subscription)
@@ -244,7 +248,7 @@ class EventLog:
         return unsubscribe
 
     def close(self) -> None:
-        """Closes the file. What is remembered stays, and subscribers are told on."""
+        """Closes the file. Events stay in memory, and subscribers are still called."""
         with self._guard():
             self._closed = True
             if self._file is not None:
@@ -288,7 +292,7 @@ class EventLog:
     def _open(self) -> int:
         if self._file is None:
             assert self.path is not None
-            # Also for reading: the last byte tells whether a crash left half a line.
+            # Also for reading: the last byte shows whether a crash left half a line.
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
             file = fs.open_regular(self._place(EVENTS_NAME), self._number(), flags)
             try:

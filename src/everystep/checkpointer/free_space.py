@@ -39,7 +39,7 @@ class FreeSpace:
 
     @property
     def knows_size(self) -> bool:
-        """Whether an earlier save has told how large a checkpoint is."""
+        """Whether an earlier save has shown how large a checkpoint is."""
         return self._nbytes is not None
 
     def make(self, step: int, nbytes: int) -> None:

@@ -35,13 +35,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A checkpoint stays if any rule wants it; the newest always does.
+    """The rules of a run. A checkpoint stays if any rule keeps it; the newest always stays.
 
-    - `last`: the newest so many.
-    - `every`: those whose step is a multiple of it, for good.
-    - `best`: ``("loss", "min", 2)`` keeps the two with the lowest ``loss`` among their metrics.
-    - `seconds`: at least that far apart in time, for good. A clock that jumped and was set right again costs
-      none: those behind the jump are that far from it, too.
+    Args:
+        last: How many of the newest stay.
+        every: Checkpoints whose step is a multiple of this stay for good.
+        best: ``("loss", "min", 2)`` keeps the two with the lowest ``loss`` among their metrics.
+        seconds: Checkpoints that are at least this far apart in time stay for good. A clock that jumped and
+            was set right again costs none: those behind the jump are that far from it, too.
 
     >>> history = [Kept(step, float(step), {}) for step in range(1, 8)]
     >>> sorted(Keep(last=2, every=3).chosen(history))

@@ -1,6 +1,6 @@
 """The state's own memory while a save reads it: which of it may change by now, and whether it changed before.
 
-A save reads some leaves in place, while training goes on. Whoever is about to change such leaves calls
+A save reads some leaves in place, while training goes on. An owner that is about to change such leaves calls
 `leave`, which waits until their bytes have left memory, and then looks whether they are still the ones that
 were to be saved. Leaves that could be neither copied nor left in place are urgent: `leave_urgent` waits for
 them before `Checkpointer.save` returns.
@@ -51,7 +51,7 @@ class LiveMemory:
 
     @property
     def groups(self) -> list[list[LeafSource]]:
-        """The leaves in the order in which they shall leave memory."""
+        """The leaves in the order in which they leave memory."""
         return self._division.groups()
 
     @property
@@ -74,7 +74,7 @@ class LiveMemory:
     # --- on the training's thread
 
     def leave(self, owner: Owner | None, timeout: float) -> bool:
-        """Waits until an owner (None: everybody) may change its leaves: their bytes have left memory.
+        """Waits until an owner (None: every owner) may change its leaves: their bytes have left memory.
 
         Returns whether these were the last leaves that any owner waits for. Abandons the save when the bytes
         do not leave in time.
@@ -158,7 +158,7 @@ class LiveMemory:
             raise self._mutated(self._changed)
 
     def end(self) -> None:
-        """The save has ended: forgets the state's arrays, and lets everybody go on."""
+        """The save has ended: forgets the state's arrays, and ends all waits."""
         with self._lock:
             self._jobs = []
             self._division = Division()

@@ -1,12 +1,12 @@
 """Which leaves may be read where they lie while training goes on, and who must wait before changing them.
 
 A leaf may stay in place when something announces every change of it: an optimizer whose steps are hooked
-owns its parameters and its state; the user changes parameters that no optimizer owns inside of
-`Checkpointer.update`; and `stable` is the user's word. Frozen parameters of a module that is being trained
-may stay, too, once they were seen not to change (`guard`). All else (statistics that forward
+owns its parameters and its state; the user changes parameters that no optimizer owns inside
+`Checkpointer.update`; and with `stable` the user promises it. Frozen parameters of a module that is being
+trained may stay, too, once saves have found them unchanged (`guard`). All else (statistics that forward
 updates, averages, the user's own arrays) is copied at save time.
 
-What is owned is told by address, since a module's ``state_dict`` hands out new tensor objects each time.
+Memory is recognized by its address, since a module's ``state_dict`` returns new tensor objects each time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OwnerKind(IntEnum):
 
 
 class Owner(NamedTuple):
-    """An owner of leaves. `number` tells optimizers apart."""
+    """An owner of leaves. `number` distinguishes optimizers."""
 
     kind: OwnerKind
     number: int = 0

@@ -67,7 +67,7 @@ class PendingSave:
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Waits until the checkpoint is durable. Raises the error if the save has failed.
 
-        After `timeout` seconds, raises an `EngineTimeout`, which is a `TimeoutError`; the save goes on.
+        After `timeout` seconds, raises an `EngineTimeout`, a subclass of `TimeoutError`; the save goes on.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -113,7 +113,7 @@ class PendingSave:
         return self._ended.wait(timeout)
 
     def unseen_error(self) -> BaseException | None:
-        """The error of a save that has failed, if nobody has seen it; it counts as seen from now on."""
+        """The error of a save that has failed, if it was not shown before; from now on it counts as shown."""
         with self._lock:
             if not self.ended or self._seen:
                 return None

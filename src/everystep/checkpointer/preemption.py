@@ -94,7 +94,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _stop_handling() -> None:
-    """Outside of the main thread nothing can be changed; then `_handle` finds nobody to tell."""
+    """Only the main thread can change handlers. Elsewhere `_handle` stays, and finds no listener."""
     if _in_main_thread():
         for number in SIGNALS:
             if signal.getsignal(number) is _handle:
@@ -106,7 +106,7 @@ def _in_main_thread() -> bool:
 
 
 def _leave_to_the_parent() -> None:
-    """In a forked child, a data loader's worker say: it ends when it is told to."""
+    """In a forked child, such as a data loader's worker: signals end it at once, as without Everystep."""
     global _note, _asked
     _note, _asked = None, -math.inf
     _listening.clear()

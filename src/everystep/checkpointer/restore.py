@@ -210,7 +210,7 @@ def _keys_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def _warn_of_entries(state: object, there: Sequence[str], checkpoint: Checkpoint, begin: Beginning) -> None:
-    """Warns, in one line, of what only one side has, and of steps that do not count."""
+    """Warns, in one line, about entries that only one side has, and about steps that do not count."""
     here = [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
     left = [key for key in here if key not in there]
     unused = [key for key in there if key not in here] if here else []

@@ -166,7 +166,7 @@ class Retention:
                 )
 
     def add(self, info: CheckpointInfo) -> None:
-        """One that has just become durable; retires what is not to be kept any more."""
+        """Adds one that has just become durable, and retires those that no rule keeps any more."""
         newest = info.step
         if self._run.directory is not None and not self._recorded:
             self._recorded = True

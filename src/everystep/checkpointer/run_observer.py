@@ -1,8 +1,8 @@
-"""The moments of a run, and who is told of them.
+"""The moments of a run, and the objects that observe them.
 
-A Checkpointer tells its `RunObservers` what happens, in the thread in which it happens. The event log writes
-some of the moments down (`events`), and hands them to the callbacks that users subscribe; a drill keeps its
-diary of all of them (`drilling`). What the store tells of one save that it writes is another interface,
+A Checkpointer reports each moment to its `RunObservers`, in the thread in which it happens. The event log
+(`events`) writes some of the moments down, and calls the callbacks that users subscribe. A drill (`drilling`)
+keeps a diary of all of them. The store reports the steps of one save through another interface,
 `everystep.store.SaveObserver`.
 """
 
@@ -28,7 +28,7 @@ class NothingToRestore(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """Training has completed so many steps. Told at every call of `save`, also if `every` skips the step."""
+    """Training has completed so many steps. It comes at every call of `save`, also for a skipped step."""
 
     step: int
 
@@ -55,13 +55,13 @@ Moment: TypeAlias = Event | Opening | Restoring | NothingToRestore | Completed |
 
 
 class RunObserver(Protocol):
-    """Is told of every moment of a run. An error that it raises fails what it was told of."""
+    """It is called for every moment of a run. An error that it raises fails what was about to happen."""
 
     def observe(self, moment: Moment) -> None: ...
 
 
 class RunObservers:
-    """The observers of one run, told in the order in which they were added."""
+    """The observers of one run, called in the order in which they were added."""
 
     def __init__(self) -> None:
         self._observers: list[RunObserver] = []

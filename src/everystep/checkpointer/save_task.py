@@ -10,7 +10,7 @@ On the training's thread:
 On the save's thread, in `run`:
 
 4. Space is made on the device, and the checkpoint is committed. `SaveTask` is the commit's `SaveObserver`.
-5. The checkpoint is durable: retention removes old ones, and the observers and the schedule are told.
+5. The checkpoint is durable: retention removes old ones, and the observers and the schedule are called.
 
 `release` is called by the training's thread before it changes leaves that are read in place. What the user
 holds of all this is a `PendingSave`. The thread is not a daemon: an interpreter that ends waits for the
@@ -63,7 +63,7 @@ class SaveTask(SaveObserver):
         self.step = step
         self.mode = mode
         self._context = context
-        self._talk = save_round
+        self._save_round = save_round
         self._stall = Stall()
         self._began = time.perf_counter()
         self._stage_seconds = 0.0
@@ -100,7 +100,7 @@ class SaveTask(SaveObserver):
         if not group.is_distributed:
             self._flat = flatten(state)
             return
-        self._ready = group.prepare(state, self._talk)
+        self._ready = group.prepare(state, self._save_round)
         if context.ledger is not None and context.run.directory is not None:
             self._live = ids(path_to_read(context.run.directory))
 
@@ -125,10 +125,10 @@ class SaveTask(SaveObserver):
         self.pending = PendingSave(self.step, self._memory, self._stall)
 
     def failed(self, error: BaseException) -> None:
-        """It could not be prepared or staged: tells the observers and the other ranks."""
+        """It could not be prepared or staged: reports that to the observers and the other ranks."""
         self._stall.add(time.perf_counter() - self._began)
         self._tell_failed(error)
-        self._context.group.failed(self._talk, error)
+        self._context.group.failed(self._save_round, error)
 
     def start(self, timeout: float) -> None:
         """Runs the save on a thread of its own. Waits at most `timeout` for urgent leaves.
@@ -162,10 +162,10 @@ class SaveTask(SaveObserver):
             self._end(None, failure, seen=True)
 
     def release(self, owner: Owner | None, timeout: float) -> float:
-        """Returns when an owner (None: everybody) may change its leaves: they have left memory.
+        """Returns when an owner (None: every owner) may change its leaves: they have left memory.
 
-        The last owner waits until the checkpoint is durable. Its change completes a step, and no step shall
-        be completed before the checkpoint of an earlier one is safe: a crash then costs one step, not two.
+        The last owner waits until the checkpoint is durable. Its change completes a step, and no step is
+        completed before the checkpoint of an earlier one is safe: a crash then costs one step, not two.
         After `timeout` seconds training goes on all the same. Returns the seconds that it waited.
         """
         if self.ended or self._memory.is_abandoned or not self._awaited:
@@ -351,5 +351,5 @@ class SaveTask(SaveObserver):
 
 
 def _owner_in_snapshot(leaf: LeafSource) -> Owner | None:
-    """All leaves are copied, but for those that nobody changes."""
+    """All leaves are copied, except those that cannot change."""
     return UNCHANGED if type(leaf.source.owner) is Immutable else None

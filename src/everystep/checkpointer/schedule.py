@@ -1,8 +1,8 @@
 """When to save: every so many steps, every so many seconds, or as often as a budget of overhead allows.
 
 Pure policy. The clock comes in as numbers, so that the same code runs in a training and in a simulation;
-nothing here saves, waits, or looks at the time. The Checkpointer tells a schedule what happened and asks it
-one question. At each call of its `save`: first `stepped`, then `due`, and where that says so `started`;
+nothing here saves, waits, or looks at the time. The Checkpointer reports what happened and asks one
+question. At each call of its `save`: first `stepped`, then `due`, and where that says so `started`;
 `finished` comes when the save is durable, from any thread, and `resumed` when a checkpoint was restored.
 """
 
@@ -169,7 +169,7 @@ class _Save:
     slowdown: float | None = None
 
     def stall(self) -> float:
-        # The steps may know of more than was counted when it became durable: who waited last is told last.
+        # The steps may have counted more than was known when it became durable: the last wait comes last.
         return max(self.stalled, self.cost.stall_seconds if self.cost is not None else 0.0)
 
     def slowdown_against(self, alone: float) -> float:
@@ -222,7 +222,7 @@ class Auto(Schedule):
         self._since_alone = 0
         self._saves: deque[_Save] = deque(maxlen=MAX_SAVES + 1)
         self._finished = 0
-        self._in_flight = self._fresh = False  # fresh: the next call tells what its start took
+        self._in_flight = self._fresh = False  # fresh: the next call reports what its start took
         self._targets: deque[int] = deque(maxlen=CALM_SAVES)
         self._interval: int | None = None
 
@@ -260,7 +260,7 @@ class Auto(Schedule):
                 self._saves[-1].stalled += stalled_seconds
             self._fresh = False
             if not saving:
-                self._in_flight = False  # also when it failed, and nobody said that it finished
+                self._in_flight = False  # also when it failed, and so was never reported as finished
             if last is None or step <= last[0] or now < last[1]:
                 return
             steps = step - last[0]

@@ -35,7 +35,7 @@ class Division:
     copied_nbytes: int = 0
 
     def groups(self) -> list[list[LeafSource]]:
-        """In the order in which they shall be written."""
+        """In the order in which they are written."""
         return [self.urgent, *self.in_place.values(), self.copied]
 
 

@@ -1,7 +1,7 @@
 """Everystep with accelerate: `state_of(accelerator, model)`, for `everystep.Checkpointer`, `save` and `load`.
 
 A `Checkpointer` has what ``accelerator.save_state`` lacks: steps, saves beside the training, and the newest
-complete checkpoint. It only needs to be told the state. `save_state` and `load_state` are for scripts that
+complete checkpoint. It only needs the state. `save_state` and `load_state` are for scripts that
 keep accelerate's calls: the same state, in the folders that accelerate would write.
 
 Attributes of ``Accelerator`` that this relies on, most of them private: ``_models``, ``_optimizers``,
@@ -39,14 +39,17 @@ _OTHERS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedTy
 
 
 def state_of(accelerator: Accelerator, *models: Any, **more: Any) -> dict[str, Any]:
-    """All that ``accelerator.save_state`` saves, as a state for `everystep.Checkpointer`, and `more` by name.
+    """All that ``accelerator.save_state`` saves, as a state for `everystep.Checkpointer`.
 
-    `models`: as ``prepare`` returned them. The accelerator itself has them without their wrappers: by those
-    of DDP it is known that rank 0's buffers (BatchNorm) count.
+    Call it after ``accelerator.prepare`` and ``register_for_checkpointing``. The state has the live objects:
+    models, optimizers, schedulers, registered objects (rank 0's, as in ``save_state``), scaler, the counter
+    of gradient accumulation, the position of stateful loaders, and the random numbers of every rank.
 
-    Call it after ``accelerator.prepare`` and ``register_for_checkpointing``. It has the live objects: models,
-    optimizers, schedulers, registered objects (rank 0's, as in ``save_state``), scaler, the counter of
-    gradient accumulation, the position of stateful loaders, and the random numbers of every rank.
+    Args:
+        accelerator: The ``Accelerator`` of the training.
+        models: All its models, as ``prepare`` returned them. The accelerator itself has them without their
+            wrappers, but the wrapper of DDP shows that rank 0's buffers (BatchNorm) count.
+        more: Other entries of the state, by name.
     """
     if accelerator.distributed_type in _OTHERS:
         raise NotImplementedError(
@@ -75,11 +78,20 @@ def state_of(accelerator: Accelerator, *models: Any, **more: Any) -> dict[str, A
 def save_state(
     accelerator: Accelerator, *models: Any, output_dir: str | os.PathLike[str] | None = None, **more: Any
 ) -> str:
-    """``accelerator.save_state(output_dir)``, as one durable checkpoint of `state_of`; returns its path.
+    """``accelerator.save_state(output_dir)``, as one durable checkpoint of `state_of`.
 
     With ``automatic_checkpoint_naming`` it is ``project_dir/checkpoints/checkpoint_N``, and ``total_limit``
-    holds. Older ones are removed when the new one is durable; accelerate removes them before. Otherwise, a
-    checkpoint that is already at `output_dir` is replaced, at once and whole.
+    holds. It removes older ones when the new one is durable, where accelerate removes them before.
+
+    Args:
+        accelerator: As in `state_of`.
+        models: As in `state_of`.
+        output_dir: Where to save without automatic naming. It replaces a checkpoint that is already there, at
+            once and whole.
+        more: As in `state_of`.
+
+    Returns:
+        The path of the checkpoint.
     """
     if accelerator._save_model_state_pre_hook:
         raise NotImplementedError(
@@ -102,10 +114,16 @@ def save_state(
 def load_state(
     accelerator: Accelerator, *models: Any, input_dir: str | os.PathLike[str] | None = None, **more: Any
 ) -> None:
-    """``accelerator.load_state(input_dir)`` of what `save_state` saved.
+    """``accelerator.load_state(input_dir)`` for checkpoints of `save_state`.
 
-    Without `input_dir`, and with ``automatic_checkpoint_naming``: the newest intact one. Names go on after
-    the last one that is there, whereas with accelerate you set ``iteration`` yourself.
+    With ``automatic_checkpoint_naming``, names go on after the last one that is there, whereas with
+    accelerate you set ``iteration`` yourself.
+
+    Args:
+        accelerator: As in `state_of`.
+        models: As in `state_of`.
+        input_dir: The checkpoint. None, with automatic naming: the newest that is intact.
+        more: As in `state_of`.
     """
     folder = _folder(accelerator)
     if input_dir is None:

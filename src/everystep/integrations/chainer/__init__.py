@@ -38,15 +38,25 @@ __all__ = ["Announced", "Reader", "Serialized", "Snapshot", "Writer", "load", "s
 def save(
     path: str | os.PathLike[str], obj: Any, *, overwrite: bool = False, options: Options | None = None
 ) -> CheckpointInfo:
-    """Saves a link, an optimizer, an updater or a trainer; returns when it is durable."""
+    """Saves an object of Chainer; returns when it is durable.
+
+    Args:
+        path: The checkpoint to write.
+        obj: A link, an optimizer, an updater or a trainer.
+        overwrite: Whether to replace a checkpoint that is at `path`.
+        options: How to write.
+    """
     return store.save(path, Serialized(obj), overwrite=overwrite, options=options, process_group="none")
 
 
 def load(path: str | os.PathLike[str], obj: Any, *, at: str = "") -> None:
-    """Puts a checkpoint (of a run: the newest) back into such an object.
+    """Puts a checkpoint back into an object of Chainer. What does not fit raises a `StateMismatch`.
 
-    `at`: the place of the object in what was saved, such as ``"trainer.updater.model:main"`` for the model of
-    a run. What does not fit is a `StateMismatch` that names the place.
+    Args:
+        path: A checkpoint, or a run: then its newest.
+        obj: A link, an optimizer, an updater or a trainer.
+        at: The place of the object in the checkpoint, such as ``"trainer.updater.model:main"`` for the model
+            of a run.
     """
     tree = store.load(path, process_group="none")
     for key in at.split(".") if at else ():

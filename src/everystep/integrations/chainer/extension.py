@@ -22,11 +22,15 @@ _ELAPSED = "_snapshot_elapsed_time"
 
 
 def snapshot(run: str | os.PathLike[str], *, autoload: bool = True, **options: Any) -> Snapshot:
-    """A trainer extension that saves into `run`: after every iteration, or as its trigger says.
+    """A trainer extension that saves after every iteration, or as its trigger says.
 
-    When the training begins, it goes on from the newest intact checkpoint of the run, if there is one, unless
-    `autoload` is false. `options` are those of `everystep.Checkpointer` (`keep`, `mode`, `preemption`, ...).
-    What the iteration has observed are the checkpoint's metrics: ``keep=Keep(best=("main/loss", "min", 3))``.
+    The observations of the iteration are the checkpoint's metrics:
+    ``keep=Keep(best=("main/loss", "min", 3))``.
+
+    Args:
+        run: The directory of the run.
+        autoload: Whether the training goes on from the newest intact checkpoint of the run, if it has one.
+        options: Those of `everystep.Checkpointer` (`keep`, `mode`, `preemption`, ...).
     """
     return Snapshot(run, autoload=autoload, **options)
 

@@ -46,7 +46,7 @@ class Reader(Deserializer):
         self._tree = tree
         self._place = place
         self.unread: set[str] = set(_arrays_in(tree, "")) if unread is None else unread
-        """The names of arrays that nobody has asked for yet."""
+        """The names of arrays that have not been asked for yet."""
 
     def __getitem__(self, key: str) -> Reader:
         child = self._tree.get(leaf_name(key))

@@ -26,10 +26,14 @@ from everystep.universal.deepspeed.plain_objects import from_plain, to_plain
 
 
 def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
-    """All that ``engine.save_checkpoint`` saves, as a state for `everystep.Checkpointer`, and `more` by name.
+    """All that ``engine.save_checkpoint`` saves, as a state for `everystep.Checkpointer`.
 
-    Beyond that: the random numbers and the buffers of every rank. It has the live objects, so call it once,
+    It also has the random numbers and the buffers of every rank. It has the live objects, so call it once,
     after ``deepspeed.initialize``. Restore it on as many ranks, with the same ZeRO stage.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        more: Other entries of the state, by name.
     """
     if engine.zero_nvme_offload_optimizer() or engine.zero_elastic_checkpoint():
         raise NotImplementedError(

@@ -15,8 +15,16 @@ class Batches(keras.utils.PyDataset):
     """Arrays, or nested arrays, in batches: ``fit(batches, shuffle=False)`` instead of ``fit(x, y)``.
 
     The order of an epoch depends on `seed` and the epoch only, so a resumed training has the same, with every
-    backend. Give it to `EverystepCallback` as well, which tells it the epoch. `options` are those of
-    ``keras.utils.PyDataset``.
+    backend. Give it to `EverystepCallback` as well, which sets its epoch.
+
+    Args:
+        x: Arrays, or nested arrays, of the same length.
+        y: The targets, in the same form.
+        sample_weight: A weight for each sample.
+        batch_size: Samples in a batch. The last batch of an epoch may have fewer.
+        shuffle: Whether each epoch has an order of its own.
+        seed: What the orders follow from.
+        options: Those of ``keras.utils.PyDataset``.
     """
 
     def __init__(
@@ -59,6 +67,6 @@ class Batches(keras.utils.PyDataset):
         return {"seed": self._sampler.seed, "order": order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The saved seed replaces the given one. Other data, or other batches, are a `StateMismatch`."""
+        """The saved seed replaces the given one. Other data, or other batches, raise a `StateMismatch`."""
         check_order(state["order"], self.state_dict()["order"])
         self._sampler.seed = state["seed"]

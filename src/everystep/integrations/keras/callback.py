@@ -34,15 +34,19 @@ from everystep.state.torch_objects import is_stateful
 class EverystepCallback(keras.callbacks.Callback):
     """``model.fit(..., callbacks=[EverystepCallback("runs/x")])``: durable checkpoints, and exact resume.
 
-    ``fit`` goes on from the newest intact checkpoint of the run, if it has one. `options` are those of
-    `everystep.Checkpointer` (`every`, `keep`, `preemption`, ...). Without `every`, it saves each batch.
+    ``fit`` goes on from the newest intact checkpoint of the run, if it has one.
 
-    It saves the model's variables (weights, statistics, seeds), those of the optimizer and the metrics, epoch
-    and batch, ``History``, and the random numbers of Python, NumPy and torch. `data`: what ``fit`` is given,
-    if that is a `Batches` or has ``state_dict`` and ``load_state_dict``. `remember`: other callbacks that
-    shall go on where they were, such as ``EarlyStopping`` and ``ReduceLROnPlateau``.
+    A checkpoint has the model's variables (weights, statistics, seeds), those of the optimizer and the
+    metrics, epoch and batch, ``History``, and the random numbers of Python, NumPy and torch. A batch is saved
+    when the next one begins, and the last of an epoch after its validation.
 
-    A batch is saved when the next one begins, and the last of an epoch after its validation.
+    Args:
+        run: The directory of the run.
+        data: What ``fit`` is given, if that is a `Batches` or has ``state_dict`` and ``load_state_dict``.
+        remember: The callbacks whose state should be restored, such as ``EarlyStopping`` and
+            ``ReduceLROnPlateau``.
+        options: Those of `everystep.Checkpointer` (`every`, `keep`, `preemption`, ...). Without `every`, it
+            saves each batch.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Names of Keras variables that are the same in every process that builds the same model.
 
-Keras counts the layers that nobody has named through a whole process: the first model has ``dense``, the next
-``dense_1``. Here they are counted in the model. Names that a user has given stay as they are.
+Keras numbers layers without a name through a whole process: the first model has ``dense``, the next
+``dense_1``. Here they are numbered in the model. Names that a user has given stay as they are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _slot_names(paths: tuple[str, ...], trained: tuple[str, ...]) -> tuple[str, 
 
 
 def _automatic_names() -> set[str]:
-    """What Keras calls objects that nobody has named, without the number."""
+    """What Keras calls objects without a name, without the number."""
     import keras
     from keras.src.utils.naming import to_snake_case
 

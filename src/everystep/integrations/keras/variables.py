@@ -21,7 +21,7 @@ from everystep.store import load
 
 
 class Variables:
-    """Variables of Keras as arrays. `named` tells them by name, each time anew: some are made late."""
+    """Variables of Keras as arrays. `named` finds them by name at each save, since some are made late."""
 
     def __init__(self, named: Callable[[], Mapping[str, Any]]) -> None:
         self._named = named
@@ -50,7 +50,7 @@ def _array(value: Any) -> Any:
 
 
 def _stored(array: Any) -> Any:
-    """TensorFlow and JAX put the next value elsewhere while somebody holds the array. Torch does not."""
+    """TensorFlow and JAX put the next value elsewhere while the array is in use. Torch does not."""
     return unchanging(array) if isinstance(array, np.ndarray) else array
 
 
@@ -67,7 +67,12 @@ class GlobalSeed:
 
 
 def load_weights(model: Any, path: str | os.PathLike[str]) -> None:
-    """Puts the variables of a model into `model`, from a run (its newest checkpoint) or one checkpoint."""
+    """Fills the variables of a model from a checkpoint of `EverystepCallback`.
+
+    Args:
+        model: The model to fill. It must be built.
+        path: A checkpoint, or a run: then its newest.
+    """
     variables = Variables(lambda: named(model.variables))
     state = {"model": variables.arrays()}
     load(path, into=state, select="model.*")

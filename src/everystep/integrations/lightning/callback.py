@@ -27,12 +27,15 @@ from everystep.state.rng import rng
 class EverystepCallback(Callback):
     """``Trainer(callbacks=[EverystepCallback("runs/x")])``: a durable checkpoint per step, and exact resume.
 
-    ``fit`` goes on from the newest intact checkpoint of the run, if it has one. `options` are those of
-    `everystep.Checkpointer` (`every`, `keep`, `mode`, `preemption`, ...).
+    ``fit`` goes on from the newest intact checkpoint of the run, if it has one.
 
-    Saved are the model, optimizers, schedulers, precision plugin, loops, the position of stateful loaders,
-    what callbacks, the datamodule and ``LightningModule.on_save_checkpoint`` have to say, and the random
-    numbers of every rank. The last step of an epoch is saved after its validation.
+    A checkpoint has the model, optimizers, schedulers, precision plugin, loops, the position of stateful
+    loaders, the states of callbacks and of the datamodule, what ``LightningModule.on_save_checkpoint`` adds,
+    and the random numbers of every rank. The last step of an epoch is saved after its validation.
+
+    Args:
+        run: The directory of the run.
+        options: Those of `everystep.Checkpointer` (`every`, `keep`, `mode`, `preemption`, ...).
     """
 
     def __init__(self, run: str | os.PathLike[str], **options: Any) -> None:
@@ -160,7 +163,7 @@ class EverystepCallback(Callback):
         self._checkpointer.save(self._saved_step)
 
     def _extras(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """What hooks have to say. All ranks ask them, since some talk to each other; rank 0's is stored."""
+        """What hooks add. All ranks call them, since some exchange messages; what rank 0's say is stored."""
         hooks: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
@@ -197,7 +200,7 @@ class EverystepCallback(Callback):
 
 
 class _AfterOthers(Callback):
-    """The last callback of all: when it hears of a batch, the others have done what they do after it."""
+    """The last callback of all: when it is called for a batch, the others have been called."""
 
     def __init__(self, owner: EverystepCallback) -> None:
         self._owner = owner

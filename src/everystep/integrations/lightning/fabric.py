@@ -17,10 +17,14 @@ from everystep.state.rng import rng
 
 
 def state_of(fabric: Fabric, **objects: Any) -> dict[str, Any]:
-    """What ``fabric.setup`` returned, by names of your choice, as a state for `everystep.Checkpointer`.
+    """A training with Fabric as a state for `everystep.Checkpointer`, with every strategy and no gathering.
 
     The state also has the loss scale of the precision plugin and the random numbers of every rank, under
-    the names ``precision`` and ``rng``. It works with every strategy, without gathering.
+    the names ``precision`` and ``rng``.
+
+    Args:
+        fabric: The ``Fabric`` of the training.
+        objects: What ``fabric.setup`` returned, and anything else to save, by names of your choice.
     """
     own = {"precision": fabric.strategy.precision, "rng": per_rank(rng())}
     return with_entries(own, _unwrap_objects(objects))

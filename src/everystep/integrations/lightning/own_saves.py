@@ -34,8 +34,11 @@ else:
 class EverystepIO(CheckpointIO):
     """``Trainer(plugins=[EverystepIO()])``: each of Lightning's checkpoints is an Everystep checkpoint.
 
-    It is a directory, durable and checksummed, that appears at once and whole. Checkpoints that Lightning
-    wrote without it, which are files, are still read.
+    It is a directory, durable and checksummed, that appears at once and whole. It still reads checkpoints
+    that Lightning wrote without it, which are files.
+
+    Args:
+        options: How to write.
     """
 
     def __init__(self, options: Options | None = None) -> None:
@@ -72,8 +75,8 @@ class EverystepSharded(_Strategy):
     """In front of a sharded strategy: ``class Sharded(EverystepSharded, ModelParallelStrategy): ...``.
 
     Then ``ModelCheckpoint``, ``Trainer.save_checkpoint`` and ``ckpt_path`` go through Everystep, and every
-    rank writes what it holds, from where it lies: nothing is gathered or copied. Checkpoints that the
-    strategy wrote without it are still read.
+    rank writes what it holds, from its own memory: nothing is gathered or copied. It still reads checkpoints
+    that the strategy wrote without it.
     """
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -91,7 +94,7 @@ class EverystepSharded(_Strategy):
         rest = with_names({key: value for key, value in checkpoint.items() if key not in own})
         optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
         state = {"state_dict": self.model, "optimizers": optimizers, "rest": rank_zero(rest)}
-        with _replacing(self.broadcast(local_path(filepath)), leads=self.is_global_zero) as place:
+        with _replacing(self.broadcast(local_path(filepath)), is_coordinator=self.is_global_zero) as place:
             save(place, state, step=_step_in(rest), overwrite=True)
 
     def load_checkpoint(
@@ -108,7 +111,13 @@ class EverystepSharded(_Strategy):
 
 
 def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **arguments: Any) -> Any:
-    """``cls.load_from_checkpoint`` for what Everystep saved: a directory, or a run of `EverystepCallback`."""
+    """``cls.load_from_checkpoint`` for what Everystep saved.
+
+    Args:
+        cls: The class of the ``LightningModule`` or ``LightningDataModule``.
+        path: A checkpoint, or a run of `EverystepCallback`.
+        arguments: Those of ``cls.load_from_checkpoint``.
+    """
     found = load(path, process_group="none")
     if "rest" in found:
         found = {**found["rest"], "state_dict": found["state_dict"]}
@@ -122,28 +131,28 @@ def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **argumen
 
 
 @contextmanager
-def _replacing(path: str | os.PathLike[str], *, leads: bool = True) -> Iterator[str]:
-    """Where to save what shall be at `path`. `save` replaces nothing but checkpoints of Everystep.
+def _replacing(path: str | os.PathLike[str], *, is_coordinator: bool = True) -> Iterator[str]:
+    """Where to save the checkpoint for `path`. `save` replaces nothing but checkpoints of Everystep.
 
-    Lightning also saves over what it wrote without Everystep, and over its link ``last.ckpt``: these are
-    exchanged for the new checkpoint when that is durable.
+    Lightning also saves over what it wrote without Everystep, and over its link ``last.ckpt``. This exchanges
+    these for the new checkpoint when that is durable.
     """
     path = local_path(path)
     if not (os.path.islink(path) or os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt"))):
         yield path
         return
     place = f"{path}.new"
-    if leads:
+    if is_coordinator:
         remove(place)  # what a kill has left
     yield place
-    if leads:
+    if is_coordinator:
         fs.exchange(place, path)
         fs.sync_dir(os.path.dirname(path))
         remove(place)
 
 
 def _no_storage_options(where: str) -> TypeError:
-    """In Lightning's words, which programs may match."""
+    """In Lightning's words, which programs may look for."""
     return TypeError(
         "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
         + where

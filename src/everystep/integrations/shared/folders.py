@@ -90,7 +90,8 @@ def by_rank_zero(
 def remove(path: str | os.PathLike[str]) -> None:
     """Removes a checkpoint: a directory, or a link or a file of the framework's own.
 
-    A directory gets a name that nobody looks for first. What a kill leaves of it, the next removal removes.
+    It first gives a directory another name, under which no reader looks. The next removal removes what a kill
+    leaves of it.
     """
     path = local_path(path)
     if os.path.islink(path) or os.path.isfile(path):

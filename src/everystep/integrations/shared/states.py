@@ -32,9 +32,9 @@ class Attributes:
 class ChangedAttributes:
     """Plain attributes of `owner` that have changed since this was made. It is made before training begins.
 
-    What was given to the constructor is not among them: to begin again with another patience, say, is up to
-    the user. Restored attributes wait for `release`, since frameworks reset callbacks when training begins.
-    Those in `derived` are left out: the object works them out again by itself.
+    Arguments of the constructor are not among them: the user may begin again with another patience, say.
+    Restored attributes wait for `release`, since frameworks reset callbacks when training begins. Those in
+    `derived` are left out: the object computes them again by itself.
     """
 
     def __init__(self, owner: object, derived: Collection[str] = ()) -> None:

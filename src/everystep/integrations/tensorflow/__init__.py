@@ -35,11 +35,15 @@ _Trackable = tf.__internal__.tracking.Trackable
 
 
 def state_of(root: Any, **more: Any) -> dict[str, Any]:
-    """What ``tf.train.Checkpoint`` saves of `root`, as a state for `everystep.Checkpointer`; and `more`.
+    """What ``tf.train.Checkpoint`` saves of `root`, as a state for `everystep.Checkpointer`.
 
-    `root`: a ``tf.train.Checkpoint``, a model, a ``tf.Module``, or any other trackable object. Its objects
-    are looked up at each save; to be restored, their variables must exist: build model and optimizer first.
     The state also has the random numbers of Python and NumPy, and the seeds of TensorFlow's eager operations.
+
+    Args:
+        root: A ``tf.train.Checkpoint``, a model, a ``tf.Module``, or any other trackable object. Each save
+            looks its objects up. To restore them, their variables must exist: build model and optimizer
+            first.
+        more: Other entries of the state, by name.
     """
     taken = {"objects": _Objects(root), "seeds": _EagerSeeds(), "rng": rng()}
     return with_entries(taken, more)
@@ -120,8 +124,8 @@ class _Serializable:
 def _with_state(root: Any) -> Iterator[_Variable | _Serializable]:
     """The objects with state, each once, the nearest to the root first.
 
-    Layers and optimizers of Keras tell their variables by paths of their own. Their seeds are among them,
-    which are no trackable objects.
+    Layers and optimizers of Keras list their variables by paths of their own. These include their seeds,
+    which are not trackable objects.
     """
     waiting = deque([("", root)])
     seen: set[int] = set()
@@ -152,7 +156,7 @@ def _with_state(root: Any) -> Iterator[_Variable | _Serializable]:
 
 
 def _keras_variables(target: Any, seen: set[int]) -> Mapping[str, Any]:
-    """Those of an object of Keras by name. None of a layer whose model has told all of them before: to name
+    """Those of an object of Keras by name. None of a layer whose model has listed all of them before: naming
     them layer by layer takes longer than the rest of a save.
     """
     keras = sys.modules.get("keras")
@@ -161,8 +165,8 @@ def _keras_variables(target: Any, seen: set[int]) -> Mapping[str, Any]:
     if isinstance(target, keras.optimizers.Optimizer):
         return keras_names.named_slots(target.variables, target._trainable_variables)
     variables = target.variables if isinstance(target, keras.Layer) else []
-    told = all(id(variable.value) in seen for variable in variables)
-    return {} if told else keras_names.named(variables)
+    listed = all(id(variable.value) in seen for variable in variables)
+    return {} if listed else keras_names.named(variables)
 
 
 def _is_keras_variable(target: Any) -> bool:

@@ -44,7 +44,7 @@ from everystep.store import load, save, step_name
 from everystep.store import open as open_checkpoint
 
 FOLDER = "everystep"
-"""In `output_dir`, the run of what is saved between checkpoints; in each of those, our checkpoint."""
+"""In `output_dir`, the run of the saves between checkpoints; in each of these, our checkpoint."""
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -55,8 +55,11 @@ else:
 class EverystepMixin(_Base):
     """In front of a Trainer class: ``class MyTrainer(EverystepMixin, SFTTrainer): ...``.
 
-    `everystep`: arguments of an `everystep.Checkpointer` that saves between Trainer's own checkpoints, such
-    as ``{"every": 1}`` for every step. Without it, there are only Trainer's own checkpoints.
+    Args:
+        args: Those of the Trainer class.
+        everystep: Arguments of an `everystep.Checkpointer` that saves between Trainer's own checkpoints, such
+            as ``{"every": 1}`` for every step. None: there are only Trainer's own checkpoints.
+        kwargs: Those of the Trainer class.
     """
 
     def __init__(self, *args: Any, everystep: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -74,7 +77,13 @@ class EverystepMixin(_Base):
     # --- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. ``resume_from_checkpoint="auto"``: from the newest, or else from the beginning."""
+        """As Trainer's.
+
+        Args:
+            resume_from_checkpoint: As Trainer's; ``"auto"``: the newest, or the beginning if there is none.
+            args: Those of Trainer's ``train``.
+            kwargs: Those of Trainer's ``train``.
+        """
         if self.is_deepspeed_enabled:
             raise NotImplementedError(
                 "EverystepTrainer does not support DeepSpeed, which saves its own files"
@@ -235,7 +244,7 @@ def _drilled() -> bool:
 
 
 def _complete(path: str) -> tuple[str, str] | None:
-    """Where our checkpoint in a directory is, and what it has for ``trainer_state.json``; None if nowhere."""
+    """Where our checkpoint in a directory is, and its ``trainer_state.json``; None if there is none."""
     for place in (os.path.join(path, FOLDER), path):
         try:
             with open_checkpoint(place) as found:
