@@ -12,7 +12,7 @@ import everystep
 from everystep.view.budget import Budget
 from everystep.view.contents import contents, samples_of
 from everystep.view.leaf_changes import ChangedLeaf, leaf_changes
-from everystep.view.leaf_samples import BINS, LEVELS, SAMPLE_NBYTES, LeafSample, look_at, stretches
+from everystep.view.leaf_samples import BINS, LEVELS, SAMPLE_NBYTES, LeafSample, look_at, sampled_ranges
 
 
 def sampled(path: Path, name: str, **limits: float) -> LeafSample | None:
@@ -46,7 +46,7 @@ def test_of_a_large_leaf_four_stretches_are_read(tmp_path: Path) -> None:
     ("nbytes", "size"), [(SAMPLE_NBYTES + 4, 4), (10**9, 2), (10**9 + 8, 16), (3 << 20, 1 << 20)]
 )
 def test_stretches_are_whole_elements_inside_of_the_leaf(nbytes: int, size: int) -> None:
-    spans = stretches(nbytes - nbytes % size, size, 3)
+    spans = sampled_ranges(nbytes - nbytes % size, size, 3)
     for span in spans:
         assert span.index == 3
         assert span.start % size == span.stop % size == 0

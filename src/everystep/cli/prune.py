@@ -80,17 +80,17 @@ def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
 
 
 def _print(out: Session, done: Pruned, whose: str) -> None:
-    import os
-
     from everystep.cli import words
     from everystep.cli.session import table
 
     if done.removed or done.swept:
         verb = "would go" if done.dry_run else "removed"
         rows = table(verb, "size", right=("size",))
-        for item in (*done.removed, *done.swept):
-            name = os.path.basename(item.path)
-            rows.add_row(name if item.step is not None else f"{name} (unfinished)", words.size(item.nbytes))
+        for item in done.removed:
+            rows.add_row(item.name, words.size(item.nbytes))
+        for left in done.swept:
+            what = "unfinished" if left.kind == "partial" else "removed before"
+            rows.add_row(f"{left.name} ({what})", words.size(left.nbytes))
         out.tabulate(rows)
         out.console.print()
     out.say(f"{whose}: {_rules(done.rules)}")

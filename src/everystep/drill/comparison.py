@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from everystep.checkpointer.drilling import RUNS, contents_of
 from everystep.drill.activity import SeenCheckpoint
+from everystep.format.dtypes import itemsize
 from everystep.store import step_name
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
+from everystep.store.stream.leaf_windows import LeafSize, WindowReader, windows
 
-_WINDOW_NBYTES = 4 << 20
 _NAMED = 20
 """How many differing leaves are named; all of them are counted."""
 
@@ -116,54 +118,22 @@ def compare_last(reference: Path, other: Path, run: str, reference_step: int, st
     with open_checkpoint(paths[0]) as mine, open_checkpoint(paths[1]) as its:
         a, b = contents_of(mine), contents_of(its)
         differing = dict.fromkeys([*_unlike(a.leaves, b.leaves), *_unlike(a.values, b.values)])
-        nbytes = 0
-        stored = _pieces(its)
-        for name, pieces in _pieces(mine).items():
-            if name in differing:
-                continue
-            # The checksums are equal; with both files at hand, compare the bytes as well.
-            if not _same_bytes(pieces, stored[name]):
-                differing[name] = None
-            nbytes += sum(piece.nbytes for piece in pieces)
+        # The checksums of these are equal; with both files at hand, compare the bytes as well.
+        infos = mine._parts.leaf_infos
+        names = [name for name in infos if name not in differing and infos[name].alias_of is None]
+        differing.update(dict.fromkeys(_unequal(mine, its, names)))
+        nbytes = sum(infos[name].nbytes for name in names)
         return Final(run, step, reference_step, len(a.leaves), nbytes, tuple(differing))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Piece:
-    """Where a fragment of a leaf begins, in the leaf and in its file."""
-
-    start: tuple[int, ...]
-    nbytes: int
-    path: str
-    offset: int
-
-
-def _pieces(checkpoint: Checkpoint) -> dict[str, list[_Piece]]:
-    """The fragments of each leaf, of all ranks, in the leaf's order."""
-    found: dict[str, list[_Piece]] = {}
-    for part in checkpoint._parts:
-        for leaf in part.leaves:
-            found.setdefault(leaf.name, []).extend(
-                _Piece(
-                    fragment.start,
-                    fragment.nbytes,
-                    os.path.join(checkpoint.path, part.files[fragment.file].name),
-                    fragment.offset,
-                )
-                for fragment in leaf.fragments
-            )
-    return {name: sorted(pieces) for name, pieces in found.items()}
-
-
-def _same_bytes(mine: list[_Piece], its: list[_Piece]) -> bool:
-    for left, right in zip(mine, its, strict=True):
-        with open(left.path, "rb", buffering=0) as a, open(right.path, "rb", buffering=0) as b:
-            for start in range(0, left.nbytes, _WINDOW_NBYTES):
-                nbytes = min(_WINDOW_NBYTES, left.nbytes - start)
-                parts = [
-                    os.pread(file.fileno(), nbytes, piece.offset + start)
-                    for file, piece in ((a, left), (b, right))
-                ]
-                if parts[0] != parts[1] or len(parts[0]) != nbytes:
-                    return False
-    return True
+def _unequal(a: Checkpoint, b: Checkpoint, names: Sequence[str]) -> Iterator[str]:
+    """The leaves whose bytes differ. Their checksums are not looked at."""
+    infos = a._parts.leaf_infos
+    one, other = WindowReader(a, verify=False), WindowReader(b, verify=False)
+    for ranges in windows(LeafSize(infos[name].nbytes, itemsize(infos[name].dtype)) for name in names):
+        mine, its = one.read(ranges, names), other.read(ranges, names)
+        at = 0
+        for span in ranges:
+            if not np.array_equal(mine[at : at + span.nbytes], its[at : at + span.nbytes]):
+                yield names[span.index]
+            at += span.nbytes

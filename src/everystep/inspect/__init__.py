@@ -47,7 +47,7 @@ from everystep.inspect.event_summary import (
     summarize,
 )
 from everystep.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
-from everystep.inspect.pruning import Pruned, Removed, prune
+from everystep.inspect.pruning import Pruned, prune
 from everystep.inspect.run_listing import Leftover, ListedCheckpoint, ListedRun, Listing, list_run
 from everystep.inspect.safetensors_export import Exported, export
 from everystep.inspect.subtrees import Subtotal
@@ -76,7 +76,6 @@ __all__ = [
     "PhaseDistributions",
     "Progress",
     "Pruned",
-    "Removed",
     "Restores",
     "RunEvents",
     "Saves",

@@ -39,7 +39,7 @@ from everystep.store import LeafInfo, Options
 from everystep.store.options import reading_tuning
 from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.read.selection import matching_names
-from everystep.store.stream.leaf_windows import Extent, WindowReader, windows
+from everystep.store.stream.leaf_windows import LeafSize, WindowReader, windows
 from everystep.store.stream.progress import Progress, no_progress
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
@@ -245,12 +245,12 @@ class _Comparison:
         names_a, names_b = [mine for mine, _ in pairs], [other for _, other in pairs]
         reader_a, reader_b = WindowReader(self._a), WindowReader(self._b)
         done, total = 0, sum(info.nbytes for info in self._pairs.values())
-        for spans in windows(Extent(info.nbytes, itemsize(info.dtype)) for info in self._pairs.values()):
-            bytes_a, bytes_b = reader_a.read(spans, names_a), reader_b.read(spans, names_b)
+        for ranges in windows(LeafSize(info.nbytes, itemsize(info.dtype)) for info in self._pairs.values()):
+            bytes_a, bytes_b = reader_a.read(ranges, names_a), reader_b.read(ranges, names_b)
             at = 0
-            for span in spans:
-                part = slice(at, at + span.nbytes)
-                tallies[pairs[span.index]].add(bytes_a[part], bytes_b[part])
+            for span in ranges:
+                place = slice(at, at + span.nbytes)
+                tallies[pairs[span.index]].add(bytes_a[place], bytes_b[place])
                 at += span.nbytes
             done += at
             progress(done, total)

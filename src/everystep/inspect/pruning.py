@@ -10,30 +10,33 @@ from dataclasses import dataclass, replace
 from everystep.checkpointer import Keep, Kept
 from everystep.checkpointer.keep import recorded_rules
 from everystep.errors import CheckpointNotFound, StateMismatch
-from everystep.inspect.run_listing import Listing, leftovers, list_run
+from everystep.inspect.run_listing import Leftover, ListedCheckpoint, Listing, leftovers, list_run
 from everystep.store import WritableRun, is_checkpoint, locate, step_name
 from everystep.store.commit import volumes
 from everystep.store.locks import path_to_read
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """A directory that was removed, or would be. `step` is None for the rest of an unfinished save."""
-
-    path: str
-    step: int | None
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did, or would do. `held`: still open somewhere; the next writer removes them."""
+    """What `prune` did, or would do.
+
+    Attributes:
+        path: The run.
+        dry_run: Nothing was removed: this is what would be.
+        rules: By which rules.
+        removed: The checkpoints that no rule keeps.
+        swept: What earlier writers left: unfinished saves and retired checkpoints.
+        kept: Steps of the checkpoints that stay.
+        damaged: Those of them that are damaged.
+        held: Directories that are still being read; the next writer removes them.
+        freed_nbytes: Bytes of the files that were removed.
+    """
 
     path: str
     dry_run: bool
     rules: Keep
-    removed: tuple[Removed, ...]
-    swept: tuple[Removed, ...]
+    removed: tuple[ListedCheckpoint, ...]
+    swept: tuple[Leftover, ...]
     kept: tuple[int, ...]
     damaged: tuple[int, ...]
     held: tuple[str, ...]
@@ -124,19 +127,18 @@ def _require_metric(run: Listing, whole: Sequence[Kept], keep: Keep) -> None:
 def _outcome(
     run: Listing, unwanted: Collection[int], keep: Keep, dry_run: bool, held: dict[str, int]
 ) -> Pruned:
-    removed = tuple(
-        Removed(entry.path, entry.step, entry.nbytes) for entry in run.checkpoints if entry.step in unwanted
-    )
-    swept = tuple(Removed(found.path, None, found.nbytes) for found in run.leftovers)
+    removed = tuple(entry for entry in run.checkpoints if entry.step in unwanted)
     staying = [entry for entry in run.checkpoints if entry.step is not None and entry.step not in unwanted]
     return Pruned(
         path=run.path,
         dry_run=dry_run,
         rules=keep,
         removed=removed,
-        swept=swept,
+        swept=run.leftovers,
         kept=tuple(entry.step for entry in staying if entry.step is not None),
         damaged=tuple(entry.step for entry in staying if entry.step is not None and entry.damage is not None),
         held=tuple(held),
-        freed_nbytes=sum(item.nbytes for item in (*removed, *swept)) - sum(held.values()),
+        freed_nbytes=sum(entry.nbytes for entry in removed)
+        + sum(left.nbytes for left in run.leftovers)
+        - sum(held.values()),
     )

@@ -1,7 +1,7 @@
 """Elements of leaves, sampled: which ones, read in bounded memory, and what they look like.
 
-A leaf of up to 256 KiB is looked at as a whole, of a larger one four stretches that are evenly spread.
-Everything read is verified, so each stretch costs the chunks around it.
+A leaf of up to 256 KiB is looked at as a whole, of a larger one four sampled_ranges that are evenly spread.
+Everything read is verified, so each range costs the chunks around it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from everystep.format.dtypes import itemsize
 from everystep.inspect.element_values import Array, values
 from everystep.store import LeafInfo
 from everystep.store.read.checkpoint import Checkpoint
-from everystep.store.stream.leaf_windows import Bytes, Span, WindowReader
+from everystep.store.stream.leaf_windows import Bytes, LeafRange, WindowReader
 from everystep.view.budget import Budget
 
 SAMPLE_NBYTES = 256 << 10
-_STRETCHES = 4
+_RANGES = 4
 _BATCH_NBYTES = 8 << 20
 _BATCH_LEAVES = 512
 
@@ -91,50 +91,50 @@ def numeric(leaves: Mapping[str, LeafInfo], names: Sequence[str]) -> list[str]:
 def read_samples(checkpoint: Checkpoint, names: Sequence[str], budget: Budget) -> Iterator[SampledBytes]:
     """The samples of leaves in this order, until the budget is spent."""
     reader = WindowReader(checkpoint)
-    batch: list[tuple[str, tuple[Span, ...]]] = []
+    batch: list[tuple[str, tuple[LeafRange, ...]]] = []
     nbytes = 0
     for name in names:
         info = checkpoint._parts.leaf_infos[name]
-        spans = stretches(info.nbytes, itemsize(info.dtype), len(batch))
-        if not budget.take(_cost(spans)):
+        ranges = sampled_ranges(info.nbytes, itemsize(info.dtype), len(batch))
+        if not budget.take(_cost(ranges)):
             break
-        batch.append((name, spans))
-        nbytes += sum(span.nbytes for span in spans)
+        batch.append((name, ranges))
+        nbytes += sum(span.nbytes for span in ranges)
         if nbytes >= _BATCH_NBYTES or len(batch) >= _BATCH_LEAVES:
             yield from _read(reader, batch)
             batch, nbytes = [], 0
     yield from _read(reader, batch)
 
 
-def _read(reader: WindowReader, batch: Sequence[tuple[str, tuple[Span, ...]]]) -> Iterator[SampledBytes]:
+def _read(reader: WindowReader, batch: Sequence[tuple[str, tuple[LeafRange, ...]]]) -> Iterator[SampledBytes]:
     if not batch:
         return
     names = [name for name, _ in batch]
-    data = reader.read([span for _, spans in batch for span in spans], names)
+    data = reader.read([span for _, ranges in batch for span in ranges], names)
     at = 0
-    for name, spans in batch:
-        nbytes = sum(span.nbytes for span in spans)
-        yield SampledBytes(name, data[at : at + nbytes], spans[0].whole)
+    for name, ranges in batch:
+        nbytes = sum(span.nbytes for span in ranges)
+        yield SampledBytes(name, data[at : at + nbytes], ranges[0].whole)
         at += nbytes
 
 
-def stretches(nbytes: int, size: int, index: int) -> tuple[Span, ...]:
+def sampled_ranges(nbytes: int, size: int, index: int) -> tuple[LeafRange, ...]:
     """What is looked at of a leaf of so many bytes, `size` for an element."""
     if nbytes <= SAMPLE_NBYTES:
-        return (Span(index, 0, nbytes, whole=True),)
-    elements, part = nbytes // size, max(SAMPLE_NBYTES // _STRETCHES // size, 1)
-    if elements <= _STRETCHES * part:
-        return (Span(index, 0, nbytes, whole=True),)
-    starts = [number * (elements - part) // (_STRETCHES - 1) for number in range(_STRETCHES)]
-    return tuple(Span(index, start * size, (start + part) * size, whole=False) for start in starts)
+        return (LeafRange(index, 0, nbytes, whole=True),)
+    elements, part = nbytes // size, max(SAMPLE_NBYTES // _RANGES // size, 1)
+    if elements <= _RANGES * part:
+        return (LeafRange(index, 0, nbytes, whole=True),)
+    starts = [number * (elements - part) // (_RANGES - 1) for number in range(_RANGES)]
+    return tuple(LeafRange(index, start * size, (start + part) * size, whole=False) for start in starts)
 
 
-def _cost(spans: Sequence[Span]) -> int:
+def _cost(ranges: Sequence[LeafRange]) -> int:
     """Bytes of files that are read: checksums are those of whole chunks."""
     chunk = CHUNK_NBYTES
-    if spans[0].whole:
-        return spans[0].nbytes
-    return sum((-(-span.stop // chunk) - span.start // chunk) * chunk for span in spans)
+    if ranges[0].whole:
+        return ranges[0].nbytes
+    return sum((-(-span.stop // chunk) - span.start // chunk) * chunk for span in ranges)
 
 
 def look_at(elements: Array, whole: bool) -> LeafSample:

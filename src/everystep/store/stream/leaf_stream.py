@@ -19,7 +19,14 @@ from everystep.engine import READING, Produced
 from everystep.format.dtypes import itemsize
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.element_casts import cast
-from everystep.store.stream.leaf_windows import WINDOW_NBYTES, Bytes, Extent, Span, WindowReader, windows
+from everystep.store.stream.leaf_windows import (
+    WINDOW_NBYTES,
+    Bytes,
+    LeafRange,
+    LeafSize,
+    WindowReader,
+    windows,
+)
 
 _AHEAD = 3
 """Windows that are read before the writer asks for them: a device is busy only with several reads at once."""
@@ -37,7 +44,7 @@ class StreamedLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _WindowPart:
     """Where the bytes from `start` to `stop` of a leaf are: from `at` on, in a window."""
 
     start: int
@@ -66,15 +73,15 @@ class LeafStream:
         self._names = [leaf.stored for leaf in leaves]
         self._types = [(checkpoint._parts.leaf_infos[leaf.stored].dtype, leaf.dtype) for leaf in leaves]
         infos = [checkpoint._parts.leaf_infos[leaf.stored] for leaf in leaves]
-        extents = [Extent(info.nbytes, itemsize(info.dtype)) for info in infos]
+        sizes = [LeafSize(info.nbytes, itemsize(info.dtype)) for info in infos]
         self.sizes = [self._cast_nbytes(index, info.nbytes) for index, info in enumerate(infos)]
-        self._windows = list(windows(extents))
-        self._pieces: list[list[_Piece]] = [[] for _ in leaves]
-        for number, spans in enumerate(self._windows):
+        self._windows = list(windows(sizes))
+        self._pieces: list[list[_WindowPart]] = [[] for _ in leaves]
+        for number, ranges in enumerate(self._windows):
             at = 0
-            for span in spans:
+            for span in ranges:
                 start, stop = (self._cast_nbytes(span.index, nbytes) for nbytes in (span.start, span.stop))
-                self._pieces[span.index].append(_Piece(start, stop, number, at))
+                self._pieces[span.index].append(_WindowPart(start, stop, number, at))
                 at += stop - start
         self._current: _Window | None = None
         self._ahead: dict[int, Future[_Window]] = {}
@@ -118,17 +125,17 @@ class LeafStream:
         return self._current.data
 
     def _read(self, number: int) -> _Window:
-        spans = self._windows[number]
+        ranges = self._windows[number]
         buffer = self._buffers.pop() if self._buffers else np.empty(WINDOW_NBYTES, np.uint8)
-        data = self._reader.read(spans, self._names, buffer)
-        if any(self._types[span.index][0] != self._types[span.index][1] for span in spans):
-            data = np.concatenate(list(self._cast(spans, data)))
+        data = self._reader.read(ranges, self._names, buffer)
+        if any(self._types[span.index][0] != self._types[span.index][1] for span in ranges):
+            data = np.concatenate(list(self._cast(ranges, data)))
         return _Window(number, data, buffer)
 
-    def _cast(self, spans: Sequence[Span], data: Bytes) -> list[Bytes]:
+    def _cast(self, ranges: Sequence[LeafRange], data: Bytes) -> list[Bytes]:
         found: list[Bytes] = []
         at = 0
-        for span in spans:
+        for span in ranges:
             found.append(cast(data[at : at + span.nbytes], *self._types[span.index]))
             at += span.nbytes
         return found

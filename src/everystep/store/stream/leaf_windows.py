@@ -1,6 +1,6 @@
 """The bytes of leaves, a bounded window at a time: many small leaves together, large ones in pieces.
 
-Everything read is verified. What the bytes mean is the caller's business.
+What the bytes mean is the caller's business.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class LeafSize:
     """How many bytes a leaf has, and of how many an element."""
 
     nbytes: int
@@ -32,7 +32,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LeafRange:
     """A range of the bytes of the leaf at place `index`; `whole`: it is all of them."""
 
     index: int
@@ -45,9 +45,9 @@ class Span:
         return self.stop - self.start
 
 
-def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tuple[Span, ...]]:
+def windows(leaves: Iterable[LeafSize], limit: int = WINDOW_NBYTES) -> Iterator[tuple[LeafRange, ...]]:
     """Cuts leaves into windows of at most `limit` bytes, in order, between elements. Empty leaves: none."""
-    gathered: list[Span] = []
+    gathered: list[LeafRange] = []
     left = limit
     for index, leaf in enumerate(leaves):
         if leaf.nbytes > left and gathered:
@@ -56,7 +56,7 @@ def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tu
         step = max(limit // leaf.itemsize, 1) * leaf.itemsize if leaf.itemsize else limit
         for start in range(0, leaf.nbytes, step):
             stop = min(start + step, leaf.nbytes)
-            gathered.append(Span(index, start, stop, whole=stop - start == leaf.nbytes))
+            gathered.append(LeafRange(index, start, stop, whole=stop - start == leaf.nbytes))
             left -= stop - start
             if left <= 0 or stop < leaf.nbytes:
                 yield tuple(gathered)
@@ -66,17 +66,18 @@ def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tu
 
 
 class WindowReader:
-    """Reads windows of one checkpoint."""
+    """Reads windows of one checkpoint. `verify`: compares what it reads with the checksums."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, verify: bool = True) -> None:
         self._checkpoint = checkpoint
+        self._verify = verify
 
-    def read(self, spans: Sequence[Span], names: Sequence[str], memory: Bytes | None = None) -> Bytes:
-        """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean.
+    def read(self, ranges: Sequence[LeafRange], names: Sequence[str], memory: Bytes | None = None) -> Bytes:
+        """The ranges' bytes, one after the other; `names` are the stored leaves that their indexes mean.
 
         They are at the start of `memory`, if that has the room, else in memory of their own.
         """
-        nbytes = sum(span.nbytes for span in spans)
+        nbytes = sum(span.nbytes for span in ranges)
         if memory is None or len(memory) < nbytes:
             memory = np.empty(nbytes, np.uint8)
         buffer = memory[:nbytes]
@@ -84,7 +85,7 @@ class WindowReader:
         first: dict[tuple[str, int], int] = {}  # leaf, start -> its place in the buffer: none is read twice
         again: list[tuple[slice, int]] = []
         at = 0
-        for span in spans:
+        for span in ranges:
             key = names[span.index], span.start
             if key in first:
                 again.append((slice(at, at + span.nbytes), first[key]))
@@ -92,12 +93,12 @@ class WindowReader:
                 first[key] = at
                 wanted += self._wanted(names[span.index], span, buffer, at)
             at += span.nbytes
-        self._checkpoint._reader.fetch(wanted)
+        self._checkpoint._reader.fetch(wanted, verify=self._verify)
         for place, start in again:
             buffer[place] = buffer[start : start + place.stop - place.start]
         return buffer
 
-    def _wanted(self, name: str, span: Span, buffer: Bytes, at: int) -> Iterator[BoxRequest]:
+    def _wanted(self, name: str, span: LeafRange, buffer: Bytes, at: int) -> Iterator[BoxRequest]:
         """A range of a leaf as boxes, which follow each other in the buffer."""
         info = self._checkpoint._parts.leaf_infos[name]
         size = itemsize(info.dtype)
