@@ -8,12 +8,16 @@ shapes admit exactly one assignment. Otherwise the numbers stay.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from everystep.universal.source import SourceLeaf
 from everystep.universal.state_tree import OptimizerState
 from everystep.universal.torch_file.reading import StoredTensor
+
+Tensor = StoredTensor | SourceLeaf
 
 _BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)$")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -29,7 +33,7 @@ def is_optimizer_state(tree: object) -> bool:
     )
 
 
-def optimizer_state(tree: Mapping[str, Any], model: Mapping[str, StoredTensor]) -> OptimizerState:
+def optimizer_state(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> OptimizerState:
     """The state dict of an optimizer, by the names of parameters where they are certain.
 
     `model` has the model's tensors by name.
@@ -55,7 +59,7 @@ def is_named(optimizer: Mapping[str, Any]) -> bool:
 
 
 def parameter_names(
-    state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, StoredTensor]
+    state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Tensor]
 ) -> dict[Any, str]:
     """The name of each parameter that an optimizer counts; empty unless all of them are certain."""
     keys = [key for group in groups for key in _keys_of(group)]
@@ -82,12 +86,12 @@ def _names_of(group: Mapping[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _parameters(model: Mapping[str, StoredTensor], *, buffers: bool) -> list[str]:
+def _parameters(model: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
     """The model's tensors without second names of one memory, with or without what looks like a buffer."""
-    seen: set[StoredTensor] = set()
+    seen: set[Tensor] = set()
     names: list[str] = []
     for name, tensor in model.items():
-        if tensor.count and tensor in seen:
+        if math.prod(tensor.shape) and tensor in seen:
             continue
         seen.add(tensor)
         if buffers or (tensor.dtype in _FLOATS and _BUFFER.search(name) is None):

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.format.shard import Header, HeaderEntry, is_pad
 from everystep.store.read.read_errors import open_stored, read_up_to, reading
-from everystep.universal.safetensors.header import read_safetensors_file
-from everystep.universal.safetensors.source import Names, leaf_of, read_header
+from everystep.universal.safetensors.source import Names, read_leaves
 from everystep.universal.source import Source, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
@@ -46,6 +44,7 @@ _CARRIED_NBYTES = 256 << 20
 _INDEX_NBYTES = 256 << 20
 _CONFIG_NBYTES = 16 << 20
 _PREFIX = "model."
+T = TypeVar("T")
 
 
 class _Index(msgspec.Struct):
@@ -83,15 +82,7 @@ def describe(path: str, spec: object = None, as_training: bool | None = None) ->
     if weights is None:
         raise IncompleteCheckpoint(f"the directory has none of {', '.join(_FILES)}", path=path)
     facts = {"files": weights.name}
-    step = None
-    if weights.is_torch:
-        tensors, shards = model_tensors(path, weights)
-        state: dict[str, Any] = {"model": tensors}
-    else:
-        leaves, step, shards = (
-            _sharded(path, weights.name) if weights.is_index else _whole(path, weights.name)
-        )
-        state = arranged_names(path, leaves)
+    state, step, shards = read_weights(path, weights)
     if shards > 1:
         facts["files"] = f"{shards} shards"
     if weights.variant:
@@ -124,36 +115,52 @@ def find_weights(path: str) -> Weights | None:
     return None
 
 
-def model_tensors(path: str, weights: Weights) -> tuple[dict[str, StoredTensor], int]:
-    """The tensors of a directory by name, and the number of files they are in.
+def read_weights(path: str, weights: Weights) -> tuple[dict[str, Any], int | None, int]:
+    """The state that the files of a directory hold, the step that they state, and how many files there are.
 
-    Those of `torch.save` are in the order of the model.
+    Tensors are in the order of the files; those of `torch.save` are in the order of the model.
     """
-    read = _read_torch_weights if weights.is_torch else read_safetensors_file
-    file = os.path.join(path, weights.name)
+    if weights.is_torch:
+        torch_files = _read_files(path, weights, _read_torch_weights)
+        model = {name: tensor for held in torch_files for name, tensor in held.items()}
+        return {"model": model}, None, len(torch_files)
+    said: dict[str, Names] = {}
+
+    def read(file: str) -> dict[str, SourceLeaf]:
+        said[file], leaves = read_leaves(file, _PREFIX)
+        return leaves
+
+    files = _read_files(path, weights, read)
+    leaves = {leaf.name: leaf for held in files for leaf in held.values()}
+    for file, names in said.items():
+        leaves = names.tied(leaves, file)
+    steps = [names.step for names in said.values() if names.step is not None]
+    return arranged_names(path, leaves), max(steps, default=None), len(files)
+
+
+def _read_files(path: str, weights: Weights, read: Callable[[str], dict[str, T]]) -> list[dict[str, T]]:
+    """What each file holds by name; of shards, what the index says is in them."""
+    where = os.path.join(path, weights.name)
     if not weights.is_index:
-        return read(file), 1
-    shards: dict[str, dict[str, StoredTensor]] = {}
-    placed = _read_index(file)
-    for name, shard in sorted(placed.items(), key=lambda pair: pair[1]):
-        if shard not in shards:
-            try:
-                shards[shard] = read(_beside(path, file, shard))
-            except IncompleteCheckpoint as error:
-                raise IncompleteCheckpoint(error.reason, path=os.path.join(path, shard), leaf=name) from error
-        if name not in shards[shard]:
-            raise CorruptCheckpoint(
-                "the index says that it is in this file, but it is not",
-                path=os.path.join(path, shard),
-                leaf=name,
-            )
-    found = {
-        name: tensor
-        for shard, held in shards.items()
-        for name, tensor in held.items()
-        if placed.get(name) == shard
-    }
-    return found, len(shards)
+        return [read(where)]
+    placed = _read_index(where)
+    by_shard: dict[str, list[str]] = {}
+    for name, shard in placed.items():
+        by_shard.setdefault(shard, []).append(name)
+    found: list[dict[str, T]] = []
+    for shard, names in sorted(by_shard.items()):
+        file = _beside(path, where, shard)
+        try:
+            held = read(file)
+        except IncompleteCheckpoint as error:
+            raise IncompleteCheckpoint(error.reason, path=file, leaf=names[0]) from error
+        for name in names:
+            if name not in held:
+                raise CorruptCheckpoint(
+                    "the index says that it is in this file, but it is not", path=file, leaf=name
+                )
+        found.append({name: value for name, value in held.items() if placed.get(name) == shard})
+    return found
 
 
 def carried_files(path: str) -> tuple[str, ...]:
@@ -206,46 +213,6 @@ def _beside(path: str, index: str, shard: str) -> str:
     if shard in ("", ".", "..") or os.path.basename(shard) != shard:
         raise CorruptCheckpoint(f"{shard[:80]!r} is not a file beside the index", path=index)
     return os.path.join(path, shard)
-
-
-def _whole(path: str, name: str) -> tuple[dict[str, SourceLeaf], int | None, int]:
-    """The leaves of a file by name, the step that the file says, and the number of files."""
-    file = os.path.join(path, name)
-    header = read_header(file)
-    names = Names(header.metadata, file, _PREFIX)
-    leaves = [leaf_of(file, header, entry, names) for entry in header.entries if not is_pad(entry.name)]
-    return names.tied({leaf.name: leaf for leaf in leaves}, file), names.step, 1
-
-
-def _sharded(path: str, index: str) -> tuple[dict[str, SourceLeaf], int | None, int]:
-    """The same of all files that an index names."""
-    where = os.path.join(path, index)
-    found: dict[str, tuple[Header, dict[str, HeaderEntry], Names]] = {}
-    leaves: dict[str, SourceLeaf] = {}
-    for name, shard in _read_index(where).items():
-        file = os.path.join(path, shard)
-        if shard not in found:
-            file = _beside(path, where, shard)
-            try:
-                header = read_header(file)
-            except IncompleteCheckpoint as error:
-                raise IncompleteCheckpoint(error.reason, path=file, leaf=name) from error
-            found[shard] = (
-                header,
-                {entry.name: entry for entry in header.entries},
-                Names(header.metadata, file, _PREFIX),
-            )
-        header, entries, names = found[shard]
-        if name not in entries:
-            raise CorruptCheckpoint(
-                "the index says that it is in this file, but it is not", path=file, leaf=name
-            )
-        leaf = leaf_of(file, header, entries[name], names)
-        leaves[leaf.name] = leaf
-    for shard, (_, _, names) in found.items():
-        leaves = names.tied(leaves, os.path.join(path, shard))
-    steps = [names.step for _, _, names in found.values() if names.step is not None]
-    return leaves, max(steps, default=None), len(found)
 
 
 def _read_index(where: str) -> dict[str, str]:

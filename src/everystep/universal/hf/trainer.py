@@ -1,4 +1,4 @@
-"""Directories ``checkpoint-N`` of Hugging Face's Trainer, for `torch_save`.
+"""Directories ``checkpoint-N`` of Hugging Face's Trainer, for `torch_file.source`.
 
 The model's files, ``optimizer.pt``, ``scheduler.pt``, ``scaler.pt``, the states of random generators and
 ``trainer_state.json``. The optimizer counts parameters; where shapes do not prove which is which, the numbers
@@ -17,10 +17,10 @@ from everystep.universal.hf.source import (
     Weights,
     carried_files,
     find_weights,
-    model_tensors,
+    read_weights,
 )
 from everystep.universal.optimizer_names import is_named, is_optimizer_state, optimizer_state
-from everystep.universal.source import Source
+from everystep.universal.source import Source, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
 
@@ -64,8 +64,8 @@ def read_trainer(path: str, kind: str) -> Source:
     )
 
 
-def _model(path: str) -> dict[str, StoredTensor]:
-    """The tensors of the model by name."""
+def _model(path: str) -> dict[str, SourceLeaf | StoredTensor]:
+    """The model's tensors by name."""
     weights = find_weights(path)
     if weights is None:
         adapter = next((name for name in _ADAPTERS if os.path.exists(os.path.join(path, name))), None)
@@ -75,7 +75,8 @@ def _model(path: str) -> dict[str, StoredTensor]:
                 path=path,
             )
         weights = Weights(adapter)
-    return model_tensors(path, weights)[0]
+    model: dict[str, SourceLeaf | StoredTensor] = read_weights(path, weights)[0].get("model", {})
+    return model
 
 
 def _random(path: str, facts: dict[str, str]) -> dict[str, Any]:

@@ -40,15 +40,24 @@ def looks_like(path: str) -> str | None:
 
 
 def describe(path: str, spec: object = None, as_training: bool | None = None) -> Source:
-    header = read_header(path)
-    names = Names(header.metadata, path)
-    leaves = [leaf_of(path, header, entry, names) for entry in header.entries if not is_pad(entry.name)]
+    names, leaves = read_leaves(path)
+    weights = {leaf.name: leaf for leaf in leaves.values()}
     if names.exported:
-        state: object = arranged_names(path, names.tied({leaf.name: leaf for leaf in leaves}, path))
+        state: object = arranged_names(path, names.tied(weights, path))
         return source_of(path, KIND, state, step=names.step, facts={"written by": "everystep export"})
-    weights = {leaf.name: leaf for leaf in leaves}
     state = {"model": weights} if as_training else weights
     return source_of(path, KIND, state, arranged=bool(as_training))
+
+
+def read_leaves(path: str, prefix: str = "") -> tuple[Names, dict[str, SourceLeaf]]:
+    """What a file's metadata says about names, and its leaves by the names of their entries.
+
+    `prefix` is what names have lost in a file that does not say it.
+    """
+    header = read_header(path)
+    names = Names(header.metadata, path, prefix)
+    entries = (entry for entry in header.entries if not is_pad(entry.name))
+    return names, {entry.name: _leaf_of(path, header, entry, names) for entry in entries}
 
 
 def read_header(path: str) -> Header:
@@ -110,7 +119,7 @@ def types_of(entry: HeaderEntry, path: str) -> tuple[str, tuple[int, ...]]:
     return found
 
 
-def leaf_of(path: str, header: Header, entry: HeaderEntry, names: Names) -> SourceLeaf:
+def _leaf_of(path: str, header: Header, entry: HeaderEntry, names: Names) -> SourceLeaf:
     """The leaf that an entry of a file is."""
     name = entry.name.removeprefix("leaf:") if names.exported else entry.name
     dtype, shape = types_of(entry, path)
