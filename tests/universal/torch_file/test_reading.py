@@ -320,6 +320,45 @@ def test_other_files(tmp_path: Path) -> None:
             read_torch_file(tmp_path / "other")
 
 
+def patched(data: bytes, at: int, field: int, form: str, value: int) -> bytes:
+    """An archive with another number at byte `field` of the directory's entry number `at`."""
+    place = -1
+    for _ in range(at + 1):
+        place = data.index(b"PK\x01\x02", place + 1)
+    packed = struct.pack(form, value)
+    return data[: place + field] + packed + data[place + field + len(packed) :]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        (lambda data: patched(data, 0, 8, "<H", 1), UnsupportedSource, "encrypted"),
+        (lambda data: patched(data, 1, 20, "<L", 3), CorruptCheckpoint, "two sizes"),
+        (lambda data: patched(data, 1, 42, "<L", len(data)), CorruptCheckpoint, "reaches past"),
+        (lambda data: patched(data, 1, 42, "<L", 2**32 - 1), CorruptCheckpoint, "missing or damaged|reaches"),
+        (lambda data: b"PK\x03\x04" + data, CorruptCheckpoint, "before the first record"),
+        (lambda data: data[:4] + data[8:], CorruptCheckpoint, "reaches past|missing or damaged"),
+        (lambda data: data[:4], CorruptCheckpoint, "directory is missing"),
+    ],
+    ids=["encrypted", "sizes", "offset", "zip64", "prepended", "shortened", "tiny"],
+)
+def test_directories_that_lie_are_errors(
+    tmp_path: Path, change: Any, error: type[Exception], reason: str
+) -> None:
+    path = saved(tmp_path, {"w": torch.zeros(3)})
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(error, match=reason):
+        read_torch_file(path)
+
+
+def test_two_records_of_one_name_are_an_error(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.zeros(3)})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr(archive.infolist()[0].filename, b"other")
+    with pytest.raises(CorruptCheckpoint, match="two records"):
+        read_torch_file(path)
+
+
 def test_zip64_and_parts_of_files(tmp_path: Path) -> None:
     """zipfile writes zip64 fields when told to; torch does for large files, which are too slow for a test."""
     plain = saved(tmp_path, {"w": torch.arange(7.0)})

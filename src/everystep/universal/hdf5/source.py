@@ -11,7 +11,6 @@ refused, and so are elements that are no numbers of a fixed size.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import zipfile
@@ -30,7 +29,7 @@ from everystep.state.numpy_arrays import logical_name
 from everystep.store.read.read_errors import reading
 from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
-from everystep.universal.torch_file.zip_reader import OpenFile, ZipRecords
+from everystep.universal.torch_file.zip_reader import OpenFile, Window, ZipRecords
 from everystep.universal.training_state import arranged_names
 
 KIND = "hdf5"
@@ -133,32 +132,6 @@ def _has_signature(path: str) -> bool:
     return False
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as h5py takes one."""
-
-    def __init__(self, file: OpenFile, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        nbytes = max(0, min(len(into), self._nbytes - self._at))
-        into[:nbytes] = self._file.read(self._start + self._at, nbytes)
-        self._at += nbytes
-        return nbytes
-
-
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, int]]:
     """The file for h5py, and where its first byte lies in the file at `path`."""
@@ -169,9 +142,9 @@ def _opened(path: str) -> Iterator[tuple[Any, int]]:
                 with h5py.File(path, "r", locking=False) as file:
                     yield file, 0
                 return
-            extent = ZipRecords(outer).extent(_MEMBER)
-            with h5py.File(_Window(outer, extent.offset, extent.nbytes), "r") as file:
-                yield file, extent.offset
+            begin, nbytes = ZipRecords(outer).range_of(_MEMBER)
+            with h5py.File(Window(outer, begin, nbytes), "r") as file:
+                yield file, begin
     except _DAMAGE as error:
         if isinstance(error, CorruptCheckpoint | UnsupportedSource):
             raise

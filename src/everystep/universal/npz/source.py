@@ -23,12 +23,12 @@ from everystep.state.numpy_arrays import logical_name
 from everystep.store.read.read_errors import open_stored, reading
 from everystep.universal.source import Computed, Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
+from everystep.universal.torch_file.zip_reader import LOCAL_NBYTES, data_start
 from everystep.universal.training_state import arranged_names
 
 KIND = "npz"
 WANTED = "a file that ends in .npz"
 
-_LOCAL_HEADER = 30
 _BLOCK_NBYTES = 1 << 20
 _MAX_HEAD_NBYTES = 16 << 10
 """More than numpy itself believes of a header."""
@@ -101,10 +101,11 @@ def _leaf(path: str, file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.Z
             leaf=name,
         )
     if member.compress_type == zipfile.ZIP_STORED and not head.fortran:
-        offset = _data_offset(path, file, member) + head.nbytes
-        return SourceLeaf(
-            name, dtype, head.shape, (SourceFragment(path, offset, whole(head.shape)),), framework="numpy"
-        )
+        begin = data_start(os.pread(file.fileno(), LOCAL_NBYTES, member.header_offset), member.header_offset)
+        if begin is None:
+            raise CorruptCheckpoint("the member has no header", path=path, leaf=member.filename)
+        lies = (SourceFragment(path, begin + head.nbytes, whole(head.shape)),)
+        return SourceLeaf(name, dtype, head.shape, lies, framework="numpy")
     computed = Computed(partial(_inflate, path, member.filename, head, nbytes), (path,))
     return SourceLeaf(name, dtype, head.shape, (), framework="numpy", computed=computed)
 
@@ -126,15 +127,6 @@ def _read_head(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
         raise UnsupportedSource(f"{path}: {member.filename!r} is written in version {version} of npy")
     ordered = fortran and sum(size > 1 for size in shape) > 1
     return _Head(dtype, tuple(shape), ordered, begin.tell())
-
-
-def _data_offset(path: str, file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Where the bytes of a member begin: behind a header whose lengths only the member itself knows."""
-    header = os.pread(file.fileno(), _LOCAL_HEADER, member.header_offset)
-    if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
-        raise CorruptCheckpoint("the member has no header", path=path, leaf=member.filename)
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return member.header_offset + _LOCAL_HEADER + lengths
 
 
 def _inflate(path: str, name: str, head: _Head, nbytes: int, out: BinaryIO) -> None:

@@ -265,8 +265,8 @@ class _TorchArchive:
             raise UnsupportedSource(f"{self._path}: storages of type {kind.text!r} are not known")
         known = self._storages.get(name)
         if known is None:
-            extent = self._records.extent(f"{self._prefix}data/{name}")
-            known = self._storages[name] = _Storage(extent.offset, extent.nbytes, dtype)
+            known = _Storage(*self._records.range_of(f"{self._prefix}data/{name}"), dtype)
+            self._storages[name] = known
         size = 1 if dtype is None else dtypes.itemsize(dtype)
         if count * size > known.nbytes:
             raise self._corrupt(f"storage {name!r} has {known.nbytes} bytes, but {count * size} are needed")
