@@ -264,7 +264,7 @@ def test_steps_are_small_integers(tmp_path: Path, step: object) -> None:
 def test_an_interrupted_save_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
-    def interrupted(job: engine.WriteJob, timeout: float | None = None) -> None:
+    def interrupted(job: engine.WriteJob, **how: Any) -> None:
         raise KeyboardInterrupt
 
     options = Options() if small else Options(small_nbytes=0)
