@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,6 @@ import everystep
 from everystep.checkpointer.events import (
     EVENTS_NAME,
     Event,
-    EventLog,
     Failed,
     Opened,
     PassedOver,
@@ -27,6 +25,7 @@ from everystep.checkpointer.events import (
 )
 from everystep.inspect.event_summary import distribution, metric_points
 from support.processes.command import command, make_run, make_state, step_path
+from support.states.shown_runs import write_log
 
 
 def opened(time: float) -> Opened:
@@ -70,15 +69,6 @@ def story() -> list[Event]:
     ]
 
 
-def log(run: Path, events: Sequence[Event]) -> Path:
-    run.mkdir(exist_ok=True)
-    written = EventLog(run)
-    for event in events:
-        written.add(event)
-    written.close()
-    return run
-
-
 def words(svg: Path) -> str:
     return " ".join(
         "".join(node.itertext()) for node in ElementTree.parse(svg).iter() if node.tag.endswith("text")
@@ -100,7 +90,7 @@ def test_events_that_are_no_file_are_an_error_and_not_waited_for(
 
 
 def test_the_summary_counts_and_measures(tmp_path: Path) -> None:
-    summary = command("stats", log(tmp_path / "run", story()), "--json").document["summary"]
+    summary = command("stats", write_log(tmp_path / "run", story()), "--json").document["summary"]
     assert (summary["events"], summary["trainings"], summary["failed"]) == (10, 2, 1)
     assert (summary["passed_over"], summary["preempted"]) == (1, 1)
     assert (summary["first_time"], summary["last_time"]) == (100.0, 1011.0)
@@ -117,7 +107,7 @@ def test_the_summary_counts_and_measures(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_trainings_is_no_interval(tmp_path: Path) -> None:
-    summary = command("stats", log(tmp_path / "run", story()), "--json").document["summary"]
+    summary = command("stats", write_log(tmp_path / "run", story()), "--json").document["summary"]
     # From 110 to 120 and on to 140; a failed save makes no interval of its own, but its stall counts.
     assert summary["saves"]["between_seconds"]["total"] == 30.0
     assert summary["saves"]["between_seconds"]["high"] == 20.0
@@ -126,14 +116,14 @@ def test_the_time_between_two_trainings_is_no_interval(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_was_set_back_makes_no_negative_interval(tmp_path: Path) -> None:
-    run = log(tmp_path / "run", [saved(1, 100.0), saved(2, 50.0), saved(3, 60.0)])
+    run = write_log(tmp_path / "run", [saved(1, 100.0), saved(2, 50.0), saved(3, 60.0)])
     summary = command("stats", run, "--json").document["summary"]
     assert summary["saves"]["between_seconds"]["low"] == 10.0
     assert summary["stall_share"] == pytest.approx(0.01)
 
 
 def test_a_single_save_has_no_interval(tmp_path: Path) -> None:
-    run = log(tmp_path / "run", [saved(1, 100.0)])
+    run = write_log(tmp_path / "run", [saved(1, 100.0)])
     summary = command("stats", run, "--json").document["summary"]
     assert summary["saves"]["between_seconds"] is summary["stall_share"] is summary["restores"] is None
     assert "between saves" not in command("stats", run).out
@@ -147,7 +137,7 @@ def test_a_spread_is_told_by_nearest_rank() -> None:
 
 
 def test_the_text_says_what_the_numbers_are(tmp_path: Path) -> None:
-    outcome = command("stats", log(tmp_path / "run", story()))
+    outcome = command("stats", write_log(tmp_path / "run", story()))
     assert "opened 2 times by a Checkpointer" in " ".join(outcome.out.split())
     assert outcome.code == 0
     assert outcome.err == ""
@@ -171,7 +161,7 @@ def test_the_text_says_what_the_numbers_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("last", "shown"), [("0", 0), ("3", 3), ("99", 10)])
 def test_last_chooses_how_many_events_are_listed(last: str, shown: int, tmp_path: Path) -> None:
-    run = log(tmp_path / "run", story())
+    run = write_log(tmp_path / "run", story())
     latest = command("stats", run, "--json", "--last", last).document["latest"]
     names = ["opened", "saved", "saved", "failed", "saved", "opened", "passed_over", "restored", "saved"]
     assert [event["event"] for event in latest] == [*names, "preempted"][10 - shown :]
@@ -180,7 +170,7 @@ def test_last_chooses_how_many_events_are_listed(last: str, shown: int, tmp_path
 
 
 def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
-    run = log(tmp_path / "run", story())
+    run = write_log(tmp_path / "run", story())
     with open(run / EVENTS_NAME, "ab") as file:
         file.write(b'{"event":"sav')
     outcome = command("stats", run)
@@ -193,13 +183,13 @@ def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
 
 def test_text_from_the_log_cannot_act_on_the_terminal(tmp_path: Path) -> None:
     bad = Failed(step=1, time=1.0, mode="sync", error="X\x1b[2J", message="[red]\x1b]0;owned\x07")
-    out = command("stats", log(tmp_path / "run", [bad])).out
+    out = command("stats", write_log(tmp_path / "run", [bad])).out
     assert "\x1b" not in out
     assert "[red]" in out
 
 
 def test_a_run_with_only_failures_is_told(tmp_path: Path) -> None:
-    outcome = command("stats", log(tmp_path / "run", [opened(1.0), failed(1, 2.0), failed(2, 3.0)]))
+    outcome = command("stats", write_log(tmp_path / "run", [opened(1.0), failed(1, 2.0), failed(2, 3.0)]))
     assert outcome.code == 0
     assert "saves none durable, 2 failed" in outcome.lines
 
@@ -252,7 +242,7 @@ def test_a_log_without_a_single_event_says_so(tmp_path: Path) -> None:
 
 def test_the_picture_is_a_png_with_the_phases_and_the_failures(tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
-    outcome = command("stats", log(tmp_path / "run", story()), "--plot", picture)
+    outcome = command("stats", write_log(tmp_path / "run", story()), "--plot", picture)
     assert outcome.code == 0
     assert f"drawn: {picture}" in outcome.out
     with Image.open(picture) as image:
@@ -265,7 +255,7 @@ def test_the_picture_is_a_png_with_the_phases_and_the_failures(tmp_path: Path) -
 
 def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     picture = tmp_path / "out.SVG"
-    document = command("stats", log(tmp_path / "a$b$", story()), "--plot", picture, "--json").document
+    document = command("stats", write_log(tmp_path / "a$b$", story()), "--plot", picture, "--json").document
     assert document["plot"] == str(picture)
     said = words(picture)
     for text in ("Saves of a$b$", "4 durable saves", "1 failed", "resumed 1 time", "Stall", "GB/s", "commit"):
@@ -274,12 +264,12 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_one_save_and_ten_thousand_can_be_drawn(tmp_path: Path) -> None:
-    command("stats", log(tmp_path / "one", [saved(1, 1.0)]), "--plot", tmp_path / "one.svg")
+    command("stats", write_log(tmp_path / "one", [saved(1, 1.0)]), "--plot", tmp_path / "one.svg")
     said = words(tmp_path / "one.svg")
     assert "1 durable save of" in said
     assert "training waited, ms 1 step" in said  # the only place on the axis of steps
     many = [saved(step, float(step), stall=5.0 if step == 7000 else 0.01) for step in range(1, 10_001)]
-    command("stats", log(tmp_path / "many", many), "--plot", tmp_path / "many.svg")
+    command("stats", write_log(tmp_path / "many", many), "--plot", tmp_path / "many.svg")
     said = words(tmp_path / "many.svg")
     assert "10,000 durable saves" in said
     assert "drawn together" in said
@@ -288,13 +278,13 @@ def test_one_save_and_ten_thousand_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_name_is_no_text_can_be_drawn(tmp_path: Path) -> None:
-    run = log(tmp_path / os.fsdecode(b"run\xff\n"), story())
+    run = write_log(tmp_path / os.fsdecode(b"run\xff\n"), story())
     assert command("stats", run, "--plot", tmp_path / "out.svg").code == 0
     assert r"Saves of run\udcff\n" in words(tmp_path / "out.svg")
 
 
 def test_without_a_durable_save_all_else_is_told_and_that_there_is_nothing_to_plot(tmp_path: Path) -> None:
-    run, picture = log(tmp_path / "run", [failed(1, 1.0)]), tmp_path / "out.png"
+    run, picture = write_log(tmp_path / "run", [failed(1, 1.0)]), tmp_path / "out.png"
     outcome = command("stats", run, "--plot", picture)
     assert (outcome.code, outcome.err) == (0, "")
     assert "none durable, 1 failed" in outcome.out
@@ -305,7 +295,7 @@ def test_without_a_durable_save_all_else_is_told_and_that_there_is_nothing_to_pl
 
 @pytest.mark.parametrize("options", [("--plot", "x.jpg"), ("--last", "-1"), ("--last", "few")], ids=" ".join)
 def test_options_that_make_no_sense_are_wrong_usage(options: tuple[str, ...], tmp_path: Path) -> None:
-    outcome = command("stats", log(tmp_path / "run", story()), *options)
+    outcome = command("stats", write_log(tmp_path / "run", story()), *options)
     assert outcome.code == 2
     assert outcome.out == ""
 

@@ -8,7 +8,6 @@ there with every bit, and a training must resume from the newest. Then the train
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import platform
 import random
@@ -39,6 +38,7 @@ from support.crashes.ext4_images import (
     why_not,
 )
 from support.processes.child_processes import Child, Pipe, forked
+from support.states.small_trainings import advance, build, digest
 
 pytestmark = [
     pytest.mark.crash_large,
@@ -64,30 +64,6 @@ WAYS: dict[str, tuple[int, Any, Options]] = {
     "snapshot": (300, "snapshot", Options()),
     "small": (40, "overlap", Options()),
 }
-
-
-def build(width: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 4)]
-    model = torch.nn.Sequential(*layers)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": everystep.rng()}
-
-
-def advance(state: dict[str, Any], width: int) -> None:
-    state["optimizer"].zero_grad()
-    state["model"](torch.randn(4, width)).square().mean().backward()
-    state["optimizer"].step()
-
-
-def digest(state: dict[str, Any]) -> str:
-    total = hashlib.sha256()
-    for tensor in state["model"].state_dict().values():
-        total.update(tensor.numpy().tobytes())
-    for slots in state["optimizer"].state_dict()["state"].values():
-        for tensor in slots.values():
-            total.update(tensor.numpy().tobytes())
-    total.update(torch.get_rng_state().numpy().tobytes())
-    return total.hexdigest()
 
 
 def train(pipe: Pipe, run: Path, width: int, mode: Any, options: Options, seed: int) -> None:

@@ -6,7 +6,6 @@ trains on from whatever the run holds and reports each completed step through a 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
@@ -19,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-import everystep
 from everystep import Checkpointer, Keep, Options
+from support.states.small_trainings import advance, build, digest
 
 pytestmark = pytest.mark.race
 
@@ -29,49 +28,24 @@ TIMEOUT = 240
 _RECORD = struct.Struct("<i")
 
 
-def build() -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, 4)
-    )
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": everystep.rng()}
-
-
-def advance(state: dict[str, Any]) -> None:
-    state["optimizer"].zero_grad()
-    state["model"](torch.randn(4, WIDTH)).square().mean().backward()
-    state["optimizer"].step()
-
-
-def digest(state: dict[str, Any]) -> str:
-    total = hashlib.sha256()
-    for tensor in state["model"].state_dict().values():
-        total.update(tensor.numpy().tobytes())
-    for slots in state["optimizer"].state_dict()["state"].values():
-        for tensor in slots.values():
-            total.update(tensor.numpy().tobytes())
-    total.update(torch.get_rng_state().numpy().tobytes())
-    return total.hexdigest()
-
-
 def reference(steps: int) -> list[str]:
     """The digest after each number of steps."""
-    state = build()
+    state = build(WIDTH)
     found = [""]
     for _ in range(steps):
-        advance(state)
+        advance(state, WIDTH)
         found.append(digest(state))
     return found
 
 
 def train(run: Path, steps: int, mode: Any, pipe: int, pause: float) -> None:
     options = Options(backend="threads", memory_nbytes=66 << 20)
-    state = build()
+    state = build(WIDTH)
     with Checkpointer(run, state, mode=mode, options=options, keep=Keep(last=2)) as ckpt:
         completed = ckpt.restore()
         os.write(pipe, _RECORD.pack(-1 - completed))
         for step in range(completed + 1, steps + 1):
-            advance(state)
+            advance(state, WIDTH)
             os.write(pipe, _RECORD.pack(step))
             ckpt.save(step)
             time.sleep(pause)
@@ -140,7 +114,7 @@ def drill(run: Path, kills: int, mode: Any, seed: int) -> tuple[int, int]:
             lost = completed - found.resumed
             worst, lost_in_all = max(worst, lost), lost_in_all + lost
             completed = found.completed
-        state = build()
+        state = build(WIDTH)
         with Checkpointer(run, state, mode="sync", keep=Keep(last=2)) as ckpt:
             durable = ckpt.restore()
             while durable >= len(expected):
