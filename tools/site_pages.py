@@ -38,6 +38,8 @@ INTERNAL = {
 }
 # Of these classes, what users call; the rest is for the Checkpointer.
 MEMBERS = {"PendingSave": ("done", "result", "exception", "progress")}
+# Users get these from calls: how they are made is nothing that the page shows.
+MADE_BY_CALLS = {"Checkpoint", "PendingSave"}
 LINK = re.compile(r"\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -81,9 +83,12 @@ def reference() -> dict[str, str]:
 
 
 def members(name: str) -> str:
-    """The option that limits what a page shows of a class."""
+    """The options that limit what a page shows of a class."""
     chosen = MEMBERS.get(name)
-    return f"\n    options:\n      members: [{', '.join(chosen)}]" if chosen else ""
+    options = [f"members: [{', '.join(chosen)}]"] if chosen else []
+    if name in MADE_BY_CALLS:
+        options.append("merge_init_into_class: false")
+    return "\n    options:\n" + "\n".join(f"      {option}" for option in options) if options else ""
 
 
 def on_config(config: Any) -> None:

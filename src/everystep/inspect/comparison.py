@@ -47,7 +47,20 @@ Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework"
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """One way in which a leaf differs. The counts and distances belong to ``bits``; `first` is an index."""
+    """One way in which a leaf differs.
+
+    Attributes:
+        name: The leaf.
+        change: In what it differs. ``"bits"``: its elements.
+        a: What it is in the first checkpoint, in words.
+        b: What it is in the second.
+        elements: Of changed bits: how many elements it has.
+        differing: How many elements differ.
+        first: The index of the first that differs.
+        max_abs: The largest difference of finite elements.
+        max_rel: The largest relative difference of finite elements.
+        not_finite: How many differing elements are not finite on one side.
+    """
 
     name: str
     change: Change
@@ -63,7 +76,14 @@ class LeafChange:
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """A value that differs, each side in its stored form; None where there is none of that name."""
+    """A value that differs.
+
+    Attributes:
+        name: The value.
+        change: Whether it is in one of them only, or in both.
+        a: Its stored form in the first checkpoint; None if it is not there.
+        b: Its stored form in the second.
+    """
 
     name: str
     change: Literal["only in a", "only in b", "value"]
@@ -73,7 +93,13 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """A container that differs though all in it agrees: what it is on each side. ``_``: the state itself."""
+    """A container that differs although all in it agrees.
+
+    Attributes:
+        name: The container; ``_`` is the state itself.
+        a: What it is in the first checkpoint.
+        b: What it is in the second.
+    """
 
     name: str
     a: str
@@ -82,7 +108,17 @@ class ContainerChange:
 
 @dataclass(frozen=True, slots=True)
 class SubtreeChange:
-    """How the leaves of one subtree differ. `only_a` and `only_b` have no counterpart."""
+    """How the leaves of one subtree differ.
+
+    Attributes:
+        name: The subtree.
+        leaves: How many leaves of it were compared.
+        differing: How many of them differ.
+        only_a: How many are in the first checkpoint only.
+        only_b: How many are in the second only.
+        max_abs: The largest difference of finite elements.
+        max_rel: The largest relative difference.
+    """
 
     name: str
     leaves: int
@@ -95,7 +131,15 @@ class SubtreeChange:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two checkpoints. `step`: None if it states none."""
+    """One of the two checkpoints.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step; None if it does not state one.
+        created: Unix time of the save.
+        leaves: How many leaves it has.
+        nbytes: The size of its leaves.
+    """
 
     path: str
     step: int | None
@@ -106,12 +150,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs. `structure`: leaves and values agree, but not these containers around them.
-
-    `names` are the leaves that were compared.
+    """All that differs between two checkpoints.
 
     The order of keys counts where Python compares it: in an `OrderedDict`. That of a plain dict does not: two
     runs are equal though one of them filled a dict in another order.
+
+    Attributes:
+        a: The first checkpoint.
+        b: The second.
+        leaves: Leaves that differ.
+        values: Values that differ.
+        structure: Containers that differ, if leaves and values agree.
+        identical: How many leaves are the same.
+        names: The leaves that were compared.
     """
 
     a: Side
@@ -127,7 +178,12 @@ class Difference:
         return not (self.leaves or self.values or self.structure)
 
     def subtrees(self, depth: int | None = None) -> tuple[SubtreeChange, ...]:
-        """The changes added up, subtree by subtree. `depth`: by so many parts of the names."""
+        """The changes added up, subtree by subtree.
+
+        Args:
+            depth: How many parts of a name tell subtrees apart; by default as few as make at least two of
+                them.
+        """
         depth = usual_depth(self.names) if depth is None else depth
         leaves: Counter[str] = Counter(subtree_of(name, depth) for name in self.names)
         changes: dict[str, list[LeafChange]] = {name: [] for name in leaves}
@@ -145,14 +201,20 @@ def compare(
     options: Options | None = None,
     progress: Progress = no_progress,
 ) -> Difference:
-    """Compares two checkpoints; of a run, its newest. Neither has to fit in memory.
+    """Compare two checkpoints, bit by bit. Neither has to fit in memory.
 
-    `leaves`: only what matches one of these globs or is in one of these subtrees, values too. `ignore`: all
-    but that. With either of them, the containers around leaves and values are not compared.
+    NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of keys counts in an `OrderedDict`,
+    not in a plain dict. Step, time and metrics do not count. Raises `everystep.CorruptCheckpoint` if one of
+    them is damaged.
 
-    Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of
-    keys counts in an `OrderedDict`, not in a plain dict; step, time and metrics do not count.
-    `everystep.CorruptCheckpoint` if one of them is damaged. `options`: how to read, as for `everystep.load`.
+    Args:
+        a: A checkpoint, or a run, whose newest is meant.
+        b: The other one.
+        leaves: Compare only what matches one of these globs or is in one of these subtrees, values too. The
+            containers around them are not compared then.
+        ignore: Leave out what matches one of these.
+        options: How to read, as for `everystep.load`.
+        progress: Called with the bytes compared so far, and the bytes in all.
     """
     tuning = reading_tuning(options)
     with open_newest(a, tuning) as left, open_newest(b, tuning) as right:

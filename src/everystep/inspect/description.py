@@ -22,11 +22,23 @@ _UNORDERED = (*UNORDERED, DICT, COUNTER)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A checkpoint as `describe` found it.
+    """What a checkpoint holds.
 
-    `leaves` are those that were asked for, `all_leaves` is the number of all. `world` is the number of ranks
-    that wrote it. `step` is None where a checkpoint of another system does not say one. `values` are Python
-    objects. `facts`: of a checkpoint of another system, what it says of itself.
+    Attributes:
+        path: The checkpoint.
+        format: The version of its format, or the kind of another system's checkpoint.
+        id: A random name of the save.
+        step: Its step; None if a checkpoint of another system does not state one.
+        created: Unix time of the save.
+        world: How many ranks wrote it.
+        metrics: The metrics that were given to the save.
+        nbytes: The size of the arrays that one process loads.
+        stored_nbytes: The size of the shards.
+        files: Its shards.
+        values: Everything that is not an array, by dotted name, as Python objects.
+        leaves: The leaves that were asked for, in the order of the state.
+        all_leaves: How many leaves it has.
+        facts: What a checkpoint of another system says of itself.
     """
 
     path: str
@@ -45,7 +57,12 @@ class Description:
     facts: Mapping[str, str]
 
     def subtotals(self, depth: int | None = None) -> tuple[Subtotal, ...]:
-        """What the leaves add up to, subtree by subtree. `depth`: by so many parts of their names."""
+        """What the leaves add up to, subtree by subtree.
+
+        Args:
+            depth: How many parts of a name tell subtrees apart; by default as few as make at least two of
+                them.
+        """
         return subtotals(self.leaves, depth)
 
 
@@ -56,9 +73,13 @@ def describe(
     as_training: bool | None = None,
     options: Options | None = None,
 ) -> Description:
-    """What a checkpoint holds; of a run, its newest. `leaves`: a glob or subtree, for only those in it.
+    """What a checkpoint holds. Reads no arrays.
 
-    `as_training`: how a file of another system is shown, and `options`: how it is read, see `everystep.load`.
+    Args:
+        path: A checkpoint, or a run, whose newest is meant.
+        leaves: A glob or a subtree: list only the leaves in it.
+        as_training: How to show a file of another system; see `everystep.load`.
+        options: How to read, as for `everystep.load`.
     """
     with open_newest(path, reading_tuning(options)) as checkpoint:
         checkpoint._arrange(as_training)

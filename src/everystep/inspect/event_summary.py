@@ -30,7 +30,15 @@ _S = TypeVar("_S", bound=Saved | Failed)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of some measurements: median, lowest, 95th percentile, highest, and the sum."""
+    """Some measurements.
+
+    Attributes:
+        median: The middle one.
+        low: The lowest.
+        p95: The 95th percentile.
+        high: The highest.
+        total: Their sum.
+    """
 
     median: float
     low: float
@@ -41,7 +49,15 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class PhaseDistributions:
-    """Seconds of the saves, phase by phase, and all phases of each together."""
+    """Seconds of the saves, phase by phase.
+
+    Attributes:
+        stage: Copying what training may change.
+        write: Writing.
+        sync: Making it durable.
+        commit: The rename, and what belongs to it.
+        total: All phases of each save together.
+    """
 
     stage: Distribution
     write: Distribution
@@ -52,9 +68,22 @@ class PhaseDistributions:
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """The saves that became durable; None where there are too few to tell.
+    """The saves that became durable.
 
-    `between_seconds` and `between_steps` are from one save to the next of the same training.
+    Attributes:
+        count: How many.
+        first_step: The lowest step.
+        last_step: The step of the last one.
+        leaves: How many leaves the last one has.
+        state_nbytes: The size of the leaves of the last one.
+        nbytes: The size of the leaves of all saves.
+        stored_nbytes: The size of their files.
+        in_place_nbytes: How much of that was read in place from the training's memory.
+        copied_nbytes: How much was copied first.
+        gb_per_second: Speed.
+        seconds: How long they took.
+        between_seconds: From one save to the next of the same training; None if there are too few.
+        between_steps: The same in steps.
     """
 
     count: int
@@ -74,6 +103,14 @@ class Saves:
 
 @dataclass(frozen=True, slots=True)
 class Restores:
+    """The restores of a run.
+
+    Attributes:
+        count: How many.
+        nbytes: Bytes that they read.
+        seconds: How long they took.
+    """
+
     count: int
     nbytes: int
     seconds: Distribution
@@ -81,7 +118,13 @@ class Restores:
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """The metrics of one step, whether or not its checkpoint is still there."""
+    """The metrics of one step, whether or not its checkpoint still exists.
+
+    Attributes:
+        step: The step.
+        time: Unix time of the save.
+        values: The metrics by name.
+    """
 
     step: int
     time: float
@@ -90,7 +133,17 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class MetricSummary:
-    """Of one metric over the steps that saved it. NaN counts for `first` and `last` only."""
+    """One metric, over the steps that saved it. NaN counts for `first` and `last` only.
+
+    Attributes:
+        count: How many steps.
+        first: Its first value.
+        last: Its last value.
+        low: Its lowest value.
+        low_step: Where that was.
+        high: Its highest value.
+        high_step: Where that was.
+    """
 
     count: int
     first: float
@@ -103,7 +156,22 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True)
 class EventSummary:
-    """`stall_share`: of the time between saves, the part that training waited for them, failed ones too."""
+    """What the events of a run add up to.
+
+    Attributes:
+        events: How many events.
+        trainings: How many trainings opened the run.
+        first_time: Unix time of the first event.
+        last_time: Unix time of the last.
+        saves: The saves that became durable; None if there are none.
+        failed: How many saves failed.
+        stall_seconds: How long training waited for a save.
+        stall_share: Which part of the time between saves training waited for them, failed ones too.
+        restores: The restores; None if there are none.
+        passed_over: How many damaged checkpoints were passed over.
+        preempted: How many trainings were asked to end.
+        metrics: The metrics by name.
+    """
 
     events: int
     trainings: int
@@ -121,7 +189,14 @@ class EventSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunEvents:
-    """The events of a run, oldest first. `skipped_lines`: torn by a crash, or written by another version."""
+    """The events of a run.
+
+    Attributes:
+        path: The run.
+        events: Its events, oldest first.
+        skipped_lines: Lines that a crash has torn, or another version has written.
+        summary: What the events add up to.
+    """
 
     path: str
     events: tuple[Event, ...]
@@ -146,9 +221,12 @@ class NoEvents(EverystepError, FileNotFoundError):
 
 
 def summarize(run: str | os.PathLike[str]) -> RunEvents:
-    """Reads the events of a run, which may be training at this moment, and sums them up.
+    """Read the events of a run and sum them up. A training may be writing to it.
 
-    `NoEvents` if there are none, `everystep.CheckpointNotFound` if there is no such directory.
+    Raises `NoEvents` if there are none, and `everystep.CheckpointNotFound` if there is no such directory.
+
+    Args:
+        run: The run.
     """
     where = locate(run)
     events, skipped = read_events(where)

@@ -34,7 +34,14 @@ _UNSAFE_MOUNT = frozenset({"nobarrier", "barrier=0"})
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The filesystem below a directory, as the kernel lists it."""
+    """The filesystem below a directory, as the kernel lists it.
+
+    Attributes:
+        kind: Its type, such as ``ext4``.
+        point: Where it is mounted.
+        source: The device, or what it was mounted from.
+        options: Its mount options.
+    """
 
     kind: str
     point: str
@@ -44,7 +51,13 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The block device below a filesystem. `write_cache`: it may hold writes back until told to flush."""
+    """The block device below a filesystem.
+
+    Attributes:
+        name: Its name.
+        rotational: Whether it is a rotating disk; None if that is not known.
+        write_cache: Whether it may hold writes back until it is told to flush.
+    """
 
     name: str
     rotational: bool | None
@@ -53,7 +66,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """Without importing torch only its version is known; `cuda` then is None."""
+    """The torch that is installed.
+
+    Attributes:
+        version: Its version.
+        cuda: Whether it sees a GPU; None if torch was not imported to ask.
+        devices: The names of its GPUs.
+    """
 
     version: str
     cuda: bool | None = None
@@ -62,7 +81,12 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that saves into the directory use, and why."""
+    """How saves into the directory are written.
+
+    Attributes:
+        backend: The backend; None if none works.
+        why: The reason.
+    """
 
     backend: str | None
     why: str
@@ -70,7 +94,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Medians. `cached`: the page cache took part, so these are not the device's speeds."""
+    """Measured speed: medians.
+
+    Attributes:
+        nbytes: How much was written and read.
+        write_seconds: How long writing took.
+        read_seconds: How long reading took.
+        sync_seconds: How long a sync takes.
+        cached: The page cache took part, so these are not the speeds of the device.
+    """
 
     nbytes: int
     write_seconds: float
@@ -85,7 +117,29 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What `diagnose` found. `problems`: why saves here would fail; `advice`: what would help."""
+    """What `diagnose` found.
+
+    Attributes:
+        directory: The directory.
+        everystep: The version of Everystep.
+        python: The version of Python.
+        kernel: The kernel and its version.
+        cpus: How many CPUs this process may use.
+        memory_nbytes: Memory of the machine.
+        torch: The torch that is installed.
+        nvidia: Whether there is an NVIDIA driver.
+        mount: The filesystem below the directory.
+        device: The device below that; None if it is not known.
+        free_nbytes: Free space for this user.
+        capabilities: What the engine can use there; None if the directory cannot be written.
+        huge_pages: Whether the system gives huge pages.
+        choice: How saves are written.
+        hash_nbytes_per_second: How fast checksums are computed.
+        shelf_medium: Where a shelf in this directory would live.
+        speed: Measured speed; None if it was not measured.
+        problems: Why saves here would fail.
+        advice: What would help.
+    """
 
     directory: str
     everystep: str
@@ -115,10 +169,14 @@ def diagnose(
     import_torch: bool = False,
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Examines the machine and the filesystem of a directory where checkpoints shall go.
+    """Examine the machine and the filesystem of a directory for checkpoints.
 
-    Writes and reads `speed_nbytes` three times to measure speed; 0 writes only a trial of direct I/O.
-    `import_torch`: import torch to ask it for GPUs.
+    Args:
+        directory: The directory. Temporary files are written there.
+        speed_nbytes: Write and read so many bytes three times to measure speed. 0 writes only a trial of
+            direct I/O.
+        import_torch: Import torch to ask it for GPUs.
+        progress: Called with the bytes done so far, and the bytes in all.
     """
     where = local_path(directory)
     if not os.path.isdir(where):

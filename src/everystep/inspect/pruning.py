@@ -44,11 +44,16 @@ class Pruned:
 
 
 def prune(run: str | os.PathLike[str], keep: Keep | None = None, *, dry_run: bool = False) -> Pruned:
-    """Removes the checkpoints of a run that `keep` does not want. Damaged ones stay, to be looked at.
+    """Remove the checkpoints of a run that no rule keeps. Damaged ones stay, to be looked at.
 
-    Without `keep`, the rules of the run's last training hold; `ValueError` if the run does not have them.
-    `everystep.StateMismatch` if `keep` names a metric that no checkpoint has: its best would go.
-    `everystep.errors.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
+    Raises `ValueError` if the run has no rules and `keep` is not given, `everystep.StateMismatch` if `keep`
+    names a metric that no checkpoint has, and `everystep.errors.Locked` if a training is writing to the run:
+    its Checkpointer prunes by itself.
+
+    Args:
+        run: The run.
+        keep: Which checkpoints stay; by default the rules of the run's last training.
+        dry_run: Remove nothing, and report what would be removed.
     """
     where = locate(run)
     if is_checkpoint(where):

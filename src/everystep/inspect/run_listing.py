@@ -93,11 +93,16 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A directory's checkpoints: those of the run in order of step, then those of other names.
+    """A directory's checkpoints.
 
-    `runs`: unless it is a run itself, the runs below it. `foreign`: it is a checkpoint of another system,
-    `others`: names of such checkpoints right inside of it.
-    `unreadable`: directories below that may hold runs, but could not be listed.
+    Attributes:
+        path: The directory.
+        checkpoints: The checkpoints of the run by step, and then those with other names.
+        leftovers: Unfinished saves and retired checkpoints.
+        runs: The runs below, unless the directory is a run itself.
+        foreign: Whether the directory is a checkpoint of another system.
+        others: Names of such checkpoints inside it.
+        unreadable: Directories below that may hold runs, but could not be listed.
     """
 
     path: str
@@ -120,10 +125,13 @@ class Listing:
 
 
 def list_run(path: str | os.PathLike[str]) -> Listing:
-    """Lists the checkpoints in a directory, damaged ones included. The path of a checkpoint lists that one.
+    """List the checkpoints in a directory, damaged ones included. Reads manifests and sizes only.
 
-    If it is no run itself, the runs below are listed, too. Reads manifests and sizes only.
-    `everystep.CheckpointNotFound` if the directory does not exist.
+    If the directory is not a run itself, the runs below it are listed, too. Raises
+    `everystep.CheckpointNotFound` if it does not exist.
+
+    Args:
+        path: The directory. The path of a checkpoint lists that one.
     """
     where = locate(path)
     if is_checkpoint(where):

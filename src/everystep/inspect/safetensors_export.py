@@ -30,9 +30,14 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export` wrote. `tied`: names left out because another name in the file has the same bytes.
+    """What `export` wrote.
 
-    `step` is None if the checkpoint states none.
+    Attributes:
+        path: The file.
+        step: The step of the checkpoint; None if it does not state one.
+        leaves: How many leaves are in the file.
+        nbytes: The size of the file.
+        tied: Names that were left out, and the name in the file with the same bytes.
     """
 
     path: str
@@ -52,14 +57,19 @@ def export(
     options: Options | None = None,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Writes leaves of a checkpoint (of a run: its newest) as one safetensors file, durable on return.
+    """Write leaves of a checkpoint as one safetensors file, durable on return.
 
-    `select`: globs; only the leaves that match any of them are written. Tied leaves are written once, under
-    their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
-    on the way.
-    `strip`: a prefix that all names lose, such as ``model.``. `everystep.CheckpointExists` if `output`
-    exists, unless `force`; `ValueError` if its name does not end in ``.safetensors``. `options`: how to read,
-    as for `everystep.load`.
+    Tied leaves are written once, under their first name; the file's metadata lists the others, and the step.
+    Every byte is verified on the way.
+
+    Args:
+        path: A checkpoint, or a run, whose newest is exported.
+        output: The file to write. Its name must end in ``.safetensors``.
+        select: Globs: write only the leaves that match any of them.
+        strip: A prefix that all names lose, such as ``model.``.
+        force: Replace `output` if it exists; otherwise `everystep.CheckpointExists` is raised.
+        options: How to read, as for `everystep.load`.
+        progress: Called with the bytes written so far, and the bytes in all.
     """
     target = local_path(output)
     if not target.endswith(SUFFIX):

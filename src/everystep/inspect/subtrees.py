@@ -13,7 +13,14 @@ _DEEPEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Subtotal:
-    """What the leaves of one subtree add up to. Tied names count as leaves, but hold nothing."""
+    """What the leaves of one subtree add up to. Tied names count as leaves, but hold nothing.
+
+    Attributes:
+        name: The subtree.
+        leaves: How many leaves it has.
+        elements: How many elements these have.
+        nbytes: Their size.
+    """
 
     name: str
     leaves: int

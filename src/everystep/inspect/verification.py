@@ -13,10 +13,15 @@ from everystep.store.stream.progress import Progress, no_progress
 def verify_all(
     path: str | os.PathLike[str], *, options: Options | None = None, progress: Progress = no_progress
 ) -> tuple[VerifyReport, ...]:
-    """Checks the checkpoint at `path`, or all checkpoints of a run, oldest first.
+    """Check every byte of a checkpoint, or of all checkpoints of a run, oldest first.
 
-    Damage is reported, not raised. A checkpoint that cannot be read does not hide the others, and one that
-    retention removed in the meantime is left out. `options` say how to read, as for `everystep.load`.
+    Damage is reported, not raised. A checkpoint that cannot be read does not hide the others. One that
+    retention removes in the meantime is left out.
+
+    Args:
+        path: A checkpoint, a run, or a directory of runs.
+        options: How to read, as for `everystep.load`.
+        progress: Called with the bytes checked so far, and the bytes in all.
     """
     targets = {target: directory_nbytes(target) for target in checkpoints_of(path)}
     total = sum(targets.values())

@@ -45,16 +45,23 @@ def save(
     process_group: ProcessGroup = None,
     timeout: float = 600.0,
 ) -> CheckpointInfo:
-    """Write one checkpoint directory at `path`; when this returns it survives a power cut.
-
-    `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and
-    objects that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True``
-    replaces the checkpoint that is there, at once and whole, but never anything else: files of others beside
-    it stay. An empty directory may be there; directories above `path` are made.
+    """Write one checkpoint directory at `path`. When this returns, the checkpoint survives a power cut.
 
     Under ``torch.distributed`` all ranks call this, each with its own state, and each writes a share of one
-    checkpoint. `process_group`: some ranks instead of all; ``"none"``: this rank saves its own state alone.
-    `timeout`: seconds after which a rank waits no longer for the others.
+    checkpoint.
+
+    Args:
+        path: The directory to make. Directories above it are made, too. An empty directory may be there.
+        state: Any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and
+            objects that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers).
+        step: How many steps the training has completed.
+        metrics: Numbers to store beside the state. With several ranks, those of rank 0 are stored.
+        overwrite: Replace the checkpoint that is there, at once and whole. Nothing else is ever replaced, and
+            other files beside it stay.
+        options: How to write.
+        process_group: The ranks that save together, instead of all. ``"none"``: this rank saves its own state
+            alone.
+        timeout: Seconds after which a rank no longer waits for the others.
 
     >>> import everystep, numpy, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -113,35 +120,42 @@ def load(
     process_group: ProcessGroup = None,
     timeout: float = 600.0,
 ) -> Any:
-    """Read a checkpoint (of a run: the newest) back, bit for bit.
+    """Read a checkpoint back, bit for bit: into new objects, or in place into those of `into`.
 
-    `path`: a checkpoint, a run, or a checkpoint of a run by its step: ``runs/a@30``, ``runs/a@latest``, and
-    ``runs/a@-2`` for the one before the newest.
-
-    Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy
-    arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select` takes only
-    part of it: a subtree by its name (``"model"``, values included), leaves by a glob, or several of these;
-    with `into`, all else in the target stays as it is. `device`: where
-    fresh tensors go, such as ``"cuda:0"``; they pass through host memory in batches.
-
-    With `into` the state is restored in place, straight from the device into the memory of its tensors;
-    modules, optimizers and other objects get their ``load_state_dict``. Leaves that are missing, extra or of
-    another shape are a `StateMismatch` before anything is touched; ``strict=False`` restores what fits and
-    warns about the rest, and is a `StateMismatch` if no array fits. Should the checkpoint turn out damaged
-    while it is read, `CorruptCheckpoint` is raised and part of `into` is overwritten.
-
-    `rename` gives parameters of the checkpoint the names that they have in `into`: ``{"module.": ""}`` takes
-    a prefix away, and an `everystep.universal.Spec` or a list of its rules says more. It is for names in the
-    state dicts of modules and optimizers, and in dicts of nothing but arrays; what nothing matches stays.
-
-    A file of another system gives what its own library loads. ``as_training=True`` arranges it as a training
-    state, with entries ``model`` and ``optimizer`` (docs/universal.md). By default that is done for what a
-    training of that system wrote, and for a target whose entries the file does not have as it is.
+    Without `into`, the state comes back in fresh memory: torch tensors for what was saved from torch, numpy
+    arrays otherwise. With `into`, it is restored in place, straight from the device into the memory of the
+    tensors; modules, optimizers and other objects get their ``load_state_dict``. If leaves are missing, extra
+    or of another shape, `StateMismatch` is raised before anything is touched. If the checkpoint turns out to
+    be damaged while it is read, `CorruptCheckpoint` is raised, and part of `into` is overwritten.
 
     Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
-    checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the
-    reading. With ``process_group="none"``, and without `into`, a rank reads alone: of what is `per_rank`, it
-    gets what rank 0 saved.
+    checkpoint was saved in. Each rank gets the parts it holds, and ranks of a node that hold the same share
+    the reading. Without `into`, a rank reads alone, and of `per_rank` state it gets what rank 0 saved.
+
+    Args:
+        path: A checkpoint, a run (its newest is read), or a checkpoint of a run by its step: ``runs/a@30``,
+            ``runs/a@latest``, and ``runs/a@-2`` for the one before the newest. A file of another system gives
+            what its own library loads.
+        into: The state to restore in place.
+        select: Take only part of the state: a subtree by its name (``"model"``, values included), leaves by a
+            glob, or several of these. Everything else in `into` stays as it is.
+        framework: Without `into`: ``"torch"`` or ``"numpy"`` for all arrays.
+        device: Without `into`: where new tensors go, such as ``"cuda:0"``. They pass through host memory in
+            batches.
+        verify: Compare everything that is read with its checksums.
+        strict: Raise `StateMismatch` unless all of `into` and of the checkpoint fit each other. ``False``
+            restores what fits and warns about the rest; it still raises if no array fits.
+        rename: With `into`: the names that parameters of the checkpoint have there. ``{"module.": ""}`` takes
+            a prefix away; an `everystep.universal.Spec` or a list of its rules says more. It applies to state
+            dicts of modules and optimizers, and to dicts of nothing but arrays. Names that nothing matches
+            stay.
+        as_training: How to show a file of another system: ``True`` arranges it as a training state, with
+            entries ``model`` and ``optimizer`` (docs/universal.md); ``False`` shows what its own library
+            loads. By default it is arranged if a training of that system wrote it, or if `into` has entries
+            that the file only has when it is arranged.
+        options: How to read: its `backend`, `memory_nbytes` and `max_inflation` count.
+        process_group: The ranks that load together, instead of all. ``"none"``: this rank loads alone.
+        timeout: Seconds after which a rank no longer waits for the others.
     """
     local_path(path)
     transport = join_group(
@@ -193,10 +207,12 @@ def _channel(transport: Transport, timeout: float) -> Iterator[Channel | None]:
 def open(
     path: str | os.PathLike[str], *, as_training: bool | None = None, options: Options | None = None
 ) -> Checkpoint:
-    """Open a checkpoint (of a run: the newest, or ``RUN@STEP``) without reading its arrays.
+    """Open a checkpoint without reading its arrays.
 
-    `as_training`: how a file of another system is shown, see `load`. `options` say how to read: `backend` and
-    `memory_nbytes`.
+    Args:
+        path: A checkpoint, a run (its newest is opened), or ``RUN@STEP``.
+        as_training: How to show a file of another system; see `load`.
+        options: How to read: its `backend`, `memory_nbytes` and `max_inflation` count.
     """
     return open_newest(path, reading_tuning(options), as_training=as_training)
 

@@ -1,4 +1,4 @@
-"""How to write: the options that users give, and what the writers of a checkpoint take from them."""
+"""How to write and read: the options that users give, and what writers and readers take from them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,24 @@ class WriteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to write. The defaults are right unless `everystep doctor` says otherwise.
+    """How to write and read. The defaults are right unless `everystep doctor` says otherwise.
 
-    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the memory of a save:
-    what the engine stages through, and beyond that the copies a `Checkpointer` makes of what training may
-    change meanwhile. Files up to `small_nbytes` go through the page cache, where latency counts more than
-    throughput.
-
-    `writers`: which ranks write what several hold: ``"all"``, one per ``"node"`` or ``"socket"``, or so many.
-    `volumes`: directories that shards go to instead of the checkpoint's own, shared out by how fast each is;
-    they may be each node's own. `replicas`: ``"check"`` compares what several ranks hold the same of when it
-    is first planned who writes what, and a sample of it in every save; ``"trust"`` does not.
-
-    `max_inflation` is for reading checkpoints of other systems, which may be compressed: arrays that take
-    more than so many times the bytes of their files (and more than 256 MiB) are a `DecompressionBomb`.
-    ``float("inf")`` allows any.
+    Args:
+        backend: Force one of ``"uring"``, ``"threads"``, ``"buffered"``.
+        memory_nbytes: Bounds the memory of a save: what the engine stages through and, beyond that, the
+            copies that a `Checkpointer` makes of what training may change meanwhile. It bounds the memory of
+            a read, too.
+        small_nbytes: Files up to this size go through the page cache, where latency counts more than
+            throughput.
+        writers: Which ranks write what several ranks hold: ``"all"``, one per ``"node"`` or ``"socket"``, or
+            a number of ranks.
+        volumes: Directories that shards go to instead of the checkpoint's own, shared out by how fast each
+            is. They may be each node's own.
+        replicas: ``"check"`` compares what several ranks should hold alike: all of it when ranks first plan
+            who writes what, and a sample of it in every save. ``"trust"`` does not.
+        max_inflation: For reading checkpoints of other systems, which may be compressed: arrays that take
+            more than so many times the bytes of their files (and more than 256 MiB) raise a
+            `DecompressionBomb`. ``float("inf")`` allows any.
     """
 
     backend: Backend | None = None

@@ -44,7 +44,11 @@ __all__ = [
 
 
 def view_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunView, ...]:
-    """What a page shows of runs, as data. Reads events and manifests, and no arrays."""
+    """What a page shows of runs, as data. Reads events and manifests, and no arrays.
+
+    Args:
+        runs: Runs, checkpoints, or directories of runs.
+    """
     return tuple(reader.view() for reader in open_runs(runs))
 
 
@@ -55,10 +59,15 @@ def serve_page(
     verify: bool = False,
     progress: Progress = no_progress,
 ) -> PageServer:
-    """Serves a page that shows runs, to this machine alone, live while trainings go on.
+    """Serve a page that shows runs, to this machine alone, live while trainings go on.
 
-    `port`: 0 takes any that is free. `verify`: read every byte of every checkpoint first.
-    `everystep.CheckpointNotFound` if a directory is missing.
+    Raises `everystep.CheckpointNotFound` if a directory is missing.
+
+    Args:
+        runs: Runs, checkpoints, or directories of runs.
+        port: The port; 0 takes any that is free.
+        verify: First read every byte of every checkpoint.
+        progress: Called with the bytes verified so far, and the bytes in all.
     """
     readers = open_runs(runs)
     for reader in readers:

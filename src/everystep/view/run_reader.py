@@ -52,13 +52,26 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run at the moment `now`.
+    """A run at one moment.
 
-    `is_there`: False of a run that was there before, and cannot be found any more. `being_written`: whether
-    a training holds it; None if that cannot be told from here. `origin` is the time of the first event:
-    while it stays, further events only follow. `timeline` has the events from
-    `first_event` on. `problems`: what could not be read, and why. `best`: the metric by which the run's rules
-    keep the best checkpoints, and which end of it is the good one.
+    Attributes:
+        name: A short name that tells it from the other runs on the page.
+        path: The run.
+        now: Unix time of that moment.
+        is_there: False if the run was there before and cannot be found any more.
+        being_written: Whether a training has it open; None if that cannot be told from this machine.
+        origin: Unix time of the first event. While it stays the same, events are only added at the end.
+        first_event: The number of the first event in `timeline`.
+        skipped_lines: Lines of the log that a crash has torn, or another version has written.
+        summary: What the events add up to; None without events.
+        timeline: The events from `first_event` on.
+        checkpoints: The newest checkpoints.
+        all_checkpoints: How many there are.
+        leftovers: Unfinished saves and retired checkpoints.
+        disks: The filesystems below the run and its volumes.
+        checks: What a full check has found, if there was one.
+        problems: What could not be read, and why.
+        best: The metric by which the run keeps its best checkpoints, and whether low or high is good.
     """
 
     name: str

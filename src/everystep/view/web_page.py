@@ -58,7 +58,13 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPage:
-    """A page that was written, and what of it was shown."""
+    """A page that was written.
+
+    Attributes:
+        path: The file.
+        nbytes: Its size.
+        runs: The runs that it shows.
+    """
 
     path: str
     nbytes: int
@@ -89,10 +95,16 @@ def write_page(
     verify: bool = False,
     progress: Progress = no_progress,
 ) -> WrittenPage:
-    """Writes a page that shows runs, or checkpoints, into one file. A file that is there is replaced.
+    """Write a page that shows runs or checkpoints into one file. A file that is there is replaced.
 
-    `seconds`: about how long arrays may be read, for histograms and changes. `verify`: read every byte of
-    every checkpoint first, and show what was found. `everystep.CheckpointNotFound` if a directory is missing.
+    Raises `everystep.CheckpointNotFound` if a directory is missing.
+
+    Args:
+        runs: Runs, checkpoints, or directories of runs.
+        path: The file to write.
+        seconds: About how long arrays may be read, for histograms and changes.
+        verify: First read every byte of every checkpoint, and show what was found.
+        progress: Called with the bytes verified so far, and the bytes in all.
     """
     where = local_path(path)
     readers = open_runs(runs)

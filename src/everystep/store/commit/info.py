@@ -18,7 +18,20 @@ class Seconds(Struct, frozen=True):
 
 
 class CheckpointInfo(Struct, frozen=True):
-    """What a save did. `nbytes` counts the leaves, `stored_nbytes` the files."""
+    """What a save did.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step.
+        id: A random name of this save.
+        created: Unix time of the save.
+        metrics: The metrics that were given to the save.
+        leaves: How many leaves it has.
+        nbytes: The size of the leaves.
+        stored_nbytes: The size of the files.
+        seconds: How long the save took.
+        phases: The same, phase by phase.
+    """
 
     path: str
     step: int

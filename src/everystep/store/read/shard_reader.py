@@ -51,9 +51,13 @@ def request_range(
 
 @dataclass(frozen=True, slots=True)
 class VerifyProblem:
-    """Something wrong in one file, and the leaf it concerns, if any.
+    """Something that is wrong in one file.
 
-    `out_of_reach`: it lies on a volume of another host, and is not seen from here.
+    Attributes:
+        file: The path of the file.
+        reason: What is wrong.
+        leaf: The leaf that it concerns, if any.
+        out_of_reach: The file lies on a volume of another host, which cannot be reached from here.
     """
 
     file: str

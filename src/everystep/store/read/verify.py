@@ -27,10 +27,18 @@ from everystep.store.read.shard_reader import VerifyProblem, request_fragment
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours.
+    """What `verify` found.
 
-    `nbytes` counts the shards, `files` these and the manifest's. `instead`: what was verified of a checkpoint
-    of another system, which has no checksums; empty for one of ours, of which every byte was.
+    Attributes:
+        path: The checkpoint.
+        step: Its step; None if that cannot be read.
+        leaves: How many leaves it has; 0 if they cannot all be read.
+        nbytes: Bytes of the shards.
+        problems: Everything that is wrong.
+        strangers: Names of files that do not belong there. They do no harm.
+        files: How many files were checked: shards, and the manifest's.
+        instead: What was checked of a checkpoint of another system, which has no checksums; empty for one of
+            ours, of which every byte was checked.
     """
 
     path: str
@@ -53,10 +61,16 @@ def verify(
     options: Options | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error.
+    """Check every byte of a checkpoint. Damage is reported, not raised.
 
-    So is a lack of descriptors or memory (`OutOfResources`). Of a checkpoint of another system, what its
-    format allows is checked, and the report says what that was. `options` say how to read, as for `load`.
+    A path with nothing at it raises `CheckpointNotFound`, and a lack of descriptors or memory raises
+    `OutOfResources`. Of a checkpoint of another system, what its format allows is checked; the report says
+    what that was.
+
+    Args:
+        path: A checkpoint, a run (its newest is checked), or ``RUN@STEP``.
+        options: How to read, as for `load`.
+        progress: Called with the number of bytes checked so far.
     """
     tuning = reading_tuning(options)
     where = resolve(path)
