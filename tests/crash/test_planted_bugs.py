@@ -165,7 +165,7 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
 ) -> None:
     """After a failed sync the exchange may be on the disk and its reversal not."""
 
-    def publish(partial: Transaction) -> None:
+    def publish(partial: Transaction, replaced: object = None) -> None:
         replaces = partial.overwrite and fs.exists(partial.target_entry)
         move = fs.exchange if replaces else fs.rename
         move(partial.entry, partial.target_entry)

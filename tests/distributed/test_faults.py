@@ -152,10 +152,10 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
     import torch.distributed as dist
 
     from everystep.engine import fs
-    from everystep.store.ranks import coordinated
+    from everystep.store.commit import driver
 
     path = folder / "model"
-    real = coordinated.open_partial
+    real = driver.open_partial
 
     def late(directory: str) -> Any:
         os.mkdir(f"{directory}.other")
@@ -163,7 +163,7 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
         return real(directory)
 
     if dist.get_rank() == 1:
-        coordinated.open_partial = late
+        driver.open_partial = late
     with pytest.raises(everystep.EverystepError, match="abandoned" if dist.get_rank() == 1 else ""):
         everystep.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
     return [found.name for found in folder.glob("model.partial/r00001*")]

@@ -151,13 +151,13 @@ def _end_at_once(run: Path) -> None:
     """The interpreter ends while a save is under way; the script neither waits nor closes anything."""
     from everystep.store.commit.shard_writer import ShardWriter
 
-    write = ShardWriter.write
+    start = ShardWriter.start
 
-    def slowly(self: ShardWriter, groups: Any, watch: Any) -> None:
+    def slowly(self: ShardWriter, directory: Any, *, recycle: bool) -> None:
         import threading
 
         threading.main_thread().join()  # the training's thread has nothing more to do
-        write(self, groups, watch)
+        start(self, directory, recycle=recycle)
 
     state = make_state()
     checkpointer = _checkpointer(run, state, "overlap")
@@ -165,7 +165,7 @@ def _end_at_once(run: Path) -> None:
     checkpointer.save(1)
     checkpointer.wait()
     advance(state)
-    ShardWriter.write = slowly  # type: ignore[method-assign]
+    ShardWriter.start = slowly  # type: ignore[method-assign]
     checkpointer.save(2)
 
 

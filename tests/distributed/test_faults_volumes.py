@@ -22,8 +22,8 @@ from everystep.cli.app import app
 from everystep.engine import faults
 from everystep.engine.fs import OpenDirectory
 from everystep.format.manifest import encode_root
+from everystep.store.commit import driver
 from everystep.store.commit import volumes as store_volumes
-from everystep.store.ranks import coordinated
 from everystep.store.read.checkpoint import open_newest
 from support.worlds.disturbed_trainings import error_of
 from support.worlds.launcher import launch, values
@@ -266,7 +266,7 @@ def test_one_that_could_not_be_retired_and_was_moved_away_keeps_its_shards(
         run, {"w": np.ones(100)}, mode="sync", keep=everystep.Keep(last=1), options=options
     ) as checkpointer:
         checkpointer.save(1)
-        with faults.injected("rename:4:EIO"), pytest.warns(RuntimeWarning, match="could not be removed"):
+        with faults.injected("rename:2:EIO"), pytest.warns(RuntimeWarning, match="could not be removed"):
             checkpointer.save(2)
         (run / "step-000000000001").rename(tmp_path / "archive")
         with pytest.warns(RuntimeWarning, match="could not be removed"):
@@ -394,14 +394,14 @@ def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]
 
     if dist.get_rank() == 1:
         socket.gethostname = lambda: "elsewhere"
-        opened = coordinated.open_partial
+        opened = driver.open_partial
 
         @contextlib.contextmanager
         def opened_here(path: str) -> Iterator[OpenDirectory]:
             with opened(os.fspath(other)) as directory:
                 yield directory
 
-        coordinated.open_partial = opened_here
+        driver.open_partial = opened_here
     return error_of(lambda: everystep.save(path, {"w": np.ones(1 << 17)}, timeout=60.0))[:2]
 
 

@@ -53,8 +53,8 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
     """In the save of step 4 one rank is stopped: rank 0 before it commits, another before it writes."""
     import torch.distributed as dist
 
+    from everystep.store.commit import driver
     from everystep.store.commit.transaction import Transaction
-    from everystep.store.ranks import coordinated
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
@@ -64,7 +64,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
         transport = checkpointer._group.transport
         assert transport is not None
         if dist.get_rank() == victim:
-            where, name = (Transaction, "publish") if victim == 0 else (coordinated, "open_partial")
+            where, name = (Transaction, "publish") if victim == 0 else (driver, "open_partial")
             real = getattr(where, name)
 
             def stop(*arguments: Any, **more: Any) -> Any:

@@ -106,7 +106,7 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
         if not group.is_coordinator:
             run = FollowedRun(os.fsdecode(where))
         keep, directory = given.keep or Keep(), run.directory
-        ledger = Ledger(directory) if directory is not None and group.has_volumes else None
+        ledger = run.ledger if isinstance(run, WritableRun) and group.has_volumes else None
         retention = Retention(run, keep, known, ledger, found=held, start_over=start_over)
         events = EventLog(run.path if group.is_coordinator else None, directory)
         observers.add(events)

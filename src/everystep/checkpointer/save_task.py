@@ -44,11 +44,12 @@ from everystep.state import Flat, LeafSource, flatten
 from everystep.state.boxed import Immutable
 from everystep.store import (
     CheckpointInfo,
+    Commit,
     SaveObserver,
     SaveRound,
-    SingleCommit,
-    Target,
+    Transaction,
     plain_metrics,
+    whole,
 )
 from everystep.store.locks import path_to_read
 from everystep.store.ranks.group import Ready
@@ -203,7 +204,7 @@ class SaveTask(SaveObserver):
         if self._flat is not None:
             return self._flat.leaves + self._flat.local_leaves
         assert self._ready is not None
-        return self._ready.share.fragments
+        return self._ready.share.leaves
 
     # --- on the save's thread
 
@@ -244,32 +245,29 @@ class SaveTask(SaveObserver):
     def _commit(self) -> CheckpointInfo:
         """Writes the checkpoint; returns when it is durable."""
         run = self._context.run
-        target = run.begin(self.step)
+        transaction = run.begin(self.step, overwrite=self._replace)
         try:
-            info = self._write(target)
+            info = self._write(transaction)
         except BaseException:
-            run.failed(self.step, target)
+            run.failed(self.step, transaction)
             raise
-        run.committed(self.step, target, info)
+        run.committed(self.step, transaction, info)
         return info
 
-    def _write(self, target: Target) -> CheckpointInfo:
+    def _write(self, transaction: Transaction) -> CheckpointInfo:
         group = self._context.group
         groups = None if self.mode == "sync" else self._memory.groups
         if self._flat is not None:
-            commit = SingleCommit(
-                target, self.step, self._metrics, group.settings.tuning, overwrite=self._replace
-            )
-            return commit.run(self._flat, groups, self)
+            commit = Commit(transaction, self.step, self._metrics, group.settings.tuning)
+            return commit.run(whole(self._flat), groups, self)
         assert self._ready is not None
         return group.commit(
             self._ready,
-            target,
+            transaction,
             self.step,
             self._metrics,
             groups=groups,
             observer=self,
-            overwrite=self._replace,
             ledger=self._context.ledger,
             live=self._live,
         )

@@ -115,16 +115,18 @@ _known: dict[_Signature, tuple[Layout, tuple[int, ...]]] = {}
 
 def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
     """All that the places of leaves depend on; None for many, or where it is also on addresses."""
-    if sum(map(len, groups)) > _FEW or any(
-        leaf.source.nbytes >= LARGE_NBYTES for group in groups for leaf in group
-    ):
+    if sum(map(len, groups)) > _FEW:
         return None
-    return tuple(
-        [
-            tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, _index(leaf)) for leaf in group])
-            for group in groups
-        ]
-    )
+    found = []
+    for group in groups:
+        leaves = []
+        for leaf in group:
+            if leaf.source.nbytes >= LARGE_NBYTES:
+                return None
+            index = 0 if leaf.fragment is None else leaf.fragment.index
+            leaves.append((leaf.name, leaf.dtype, leaf.shape, leaf.framework, index))
+        found.append(tuple(leaves))
+    return tuple(found)
 
 
 def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:

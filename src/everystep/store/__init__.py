@@ -19,10 +19,11 @@
 from __future__ import annotations
 
 from everystep.store.api import load, open, save
+from everystep.store.commit.driver import Commit
 from everystep.store.commit.info import CheckpointInfo, check_step
 from everystep.store.commit.observer import SaveObserver
-from everystep.store.commit.single import SingleCommit
-from everystep.store.commit.transaction import Spare, Target
+from everystep.store.commit.share import whole
+from everystep.store.commit.transaction import Spare, Transaction
 from everystep.store.metrics import plain_metrics
 from everystep.store.names import step_name
 from everystep.store.options import Options, checked_options
@@ -41,6 +42,7 @@ from everystep.store.run import FollowedRun, WritableRun
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
+    "Commit",
     "FollowedRun",
     "LazyLeaf",
     "LeafInfo",
@@ -48,9 +50,8 @@ __all__ = [
     "RankGroup",
     "SaveObserver",
     "SaveRound",
-    "SingleCommit",
     "Spare",
-    "Target",
+    "Transaction",
     "VerifyProblem",
     "VerifyReport",
     "WritableRun",
@@ -67,4 +68,5 @@ __all__ = [
     "save",
     "step_name",
     "verify",
+    "whole",
 ]

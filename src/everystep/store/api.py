@@ -12,10 +12,11 @@ from everystep.errors import CheckpointExists
 from everystep.paths import local_path
 from everystep.state import Framework, flatten
 from everystep.state.mismatch import offering
+from everystep.store.commit.driver import Commit
 from everystep.store.commit.existing_directory import found_at
 from everystep.store.commit.info import CheckpointInfo, check_step
-from everystep.store.commit.single import SingleCommit
-from everystep.store.commit.transaction import Target
+from everystep.store.commit.share import whole
+from everystep.store.commit.transaction import Transaction
 from everystep.store.metrics import plain_metrics
 from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import Options, checked_options, reading_tuning
@@ -79,10 +80,10 @@ def save(
     if transport is None and (settings is None or not settings.volumes):
         check_target(target)
         tuning = _DEFAULT if settings is None else settings.tuning
-        commit = SingleCommit(Target(target), step, plain_metrics(metrics), tuning, overwrite=overwrite)
-        flat = flatten(state)
+        numbers = plain_metrics(metrics)
+        share = whole(flatten(state))
         make_parent(target)
-        return commit.run(flat)
+        return Commit(Transaction(target, overwrite=overwrite), step, numbers, tuning).run(share)
     with leaving(transport):
         with failing_the_save():
             group = RankGroup(transport, settings or Options().write_settings(), timeout)
@@ -100,7 +101,7 @@ def save(
         except BaseException as error:
             group.failed(save_round, error)
             raise
-        info = group.commit(ready, Target(target), step, numbers, overwrite=overwrite)
+        info = group.commit(ready, Transaction(target, overwrite=overwrite), step, numbers)
         group.close(wait=True)
         return info
 
@@ -240,7 +241,7 @@ def check_target(target: str, *, allow_other_files: bool = False) -> None:
 
 def refuse_reference(target: str) -> None:
     """`ValueError` for a name such as ``RUN@30``, by which checkpoints of a run are read."""
-    if is_reference(target):
+    if "@" in target and is_reference(target):
         run = target.rpartition("@")[0]
         raise ValueError(f"{target} means a checkpoint of the run {run}, for reading: save to another path")
 

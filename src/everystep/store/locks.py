@@ -152,6 +152,25 @@ def share_directory(path: fs.Place, timeout: float) -> OpenDirectory | None:
         time.sleep(0.002)
 
 
+def remove_unlocked(place: fs.Place) -> bool:
+    """Removes a directory and all in it; of a link, only the link. False if another process holds it.
+
+    None of what it has replaced may be lost with it: sync the directory above before.
+    """
+    if fs.is_link(place):
+        fs.unlink(place)
+        return True
+    held = try_lock_directory(place)
+    if held is None:
+        return False
+    try:
+        fs.remove_entries(held)
+        fs.rmdir(place)
+    finally:
+        held.release()
+    return True
+
+
 def require_current(directory: OpenDirectory) -> None:
     """Raises `RunMoved` unless the path by which a directory was opened still leads to it.
 

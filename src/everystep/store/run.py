@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from everystep.engine import fs
 from everystep.engine.fs import Entry, OpenDirectory
 from everystep.store.commit.info import CheckpointInfo
-from everystep.store.commit.transaction import Spare, Target
+from everystep.store.commit.transaction import Spare, Transaction
 from everystep.store.commit.volumes import Ledger
-from everystep.store.locks import RunLock, require_current, try_lock_directory
+from everystep.store.locks import RunLock, remove_unlocked, require_current
 from everystep.store.names import PARTIAL, RETIRED, is_leftover, step_name
 from everystep.store.save_errors import save_failed, saving
 
@@ -37,14 +37,14 @@ class FollowedRun:
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def begin(self, step: int) -> Target:
+    def begin(self, step: int, *, overwrite: bool = False) -> Transaction:
         """Where the checkpoint of that step goes."""
-        return Target(self.path_of(step))
+        return Transaction(self.path_of(step))
 
-    def committed(self, step: int, target: Target, info: CheckpointInfo) -> None:
+    def committed(self, step: int, transaction: Transaction, info: CheckpointInfo) -> None:
         """The coordinator keeps the record."""
 
-    def failed(self, step: int, target: Target) -> None:
+    def failed(self, step: int, transaction: Transaction) -> None:
         """The coordinator cleans up."""
 
     def has(self, step: int) -> bool:
@@ -77,6 +77,8 @@ class WritableRun:
         with saving(path):
             fs.make_directories(path)
             self._lock = RunLock(path)
+            self.ledger = Ledger(self.directory)
+            """Of checkpoints with shards on volumes; a run without such has none on disk."""
             try:
                 self._sweep()
             except BaseException:
@@ -119,30 +121,30 @@ class WritableRun:
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def begin(self, step: int) -> Target:
+    def begin(self, step: int, *, overwrite: bool = False) -> Transaction:
         """Where the checkpoint of that step goes, and the retired one whose files it may write over.
 
-        The caller commits it, and then calls `committed` or `failed` with the target.
+        The caller commits it, and then calls `committed` or `failed` with the transaction.
         """
         spare, self._spare = self._spare, None
-        return Target(self.path_of(step), self.directory, spare)
+        return Transaction(self.path_of(step), self.directory, spare, overwrite=overwrite)
 
-    def committed(self, step: int, target: Target, info: CheckpointInfo) -> None:
-        """The checkpoint of that step is durable at the target."""
-        self._end(step, target)
+    def committed(self, step: int, transaction: Transaction, info: CheckpointInfo) -> None:
+        """The checkpoint of that step is durable."""
+        self._end(step, transaction.spare)
         self._committed[step] = info.stored_nbytes
         # The commit has synced the run's directory, and with it the new names of what was retired before.
         unsynced, self._unsynced = self._unsynced, []
         self._settle(unsynced)
         self._remove_stuck()
 
-    def failed(self, step: int, target: Target) -> None:
-        """No checkpoint of that step was committed at the target."""
-        self._end(step, target)
+    def failed(self, step: int, transaction: Transaction) -> None:
+        """No checkpoint of that step was committed."""
+        self._end(step, transaction.spare)
 
-    def _end(self, step: int, target: Target) -> None:
+    def _end(self, step: int, spare: Spare | None) -> None:
         """Remembers what the save did not take or could not remove; the next one removes it."""
-        spare, partial = target.spare, step_name(step) + PARTIAL
+        partial = step_name(step) + PARTIAL
         # Not taken: somebody reads it, or the save failed before. (Or a namesake was retired meanwhile.)
         if spare is not None and not self._is_retired(spare.name) and fs.exists(self._at(spare.name)):
             self._stuck.append(spare.name)
@@ -234,7 +236,7 @@ class WritableRun:
         """
         dead = [spare.id for spare in retired if spare.id is not None]
         if dead:
-            Ledger(self.directory).add(dead)
+            self.ledger.add(dead)
         for spare in reversed(retired):
             if self._spare is None:
                 self._spare = spare
@@ -256,8 +258,8 @@ class WritableRun:
             # Whoever left them may have been killed between a rename and its sync. Were the names lost in a
             # power cut now, and the removals not, a checkpoint that is to stay would be without its files.
             fs.sync_dir(self.directory)
-            Ledger(self.directory).add_leftovers(leftovers)
-        Ledger(self.directory).sweep()
+            self.ledger.add_leftovers(leftovers)
+        self.ledger.sweep()
         for name in leftovers:
             if not self._remove(name) and name.endswith(RETIRED):
                 self._stuck.append(name)
@@ -269,19 +271,8 @@ class WritableRun:
 
     def _remove(self, name: str) -> bool:
         """Removes an unneeded directory; False if it is being read or cannot be removed now."""
-        entry = self._at(name)
         with contextlib.suppress(OSError):
-            if fs.is_link(entry):
-                fs.unlink(entry)  # the link only, wherever it leads
-                return True
-            lock = try_lock_directory(entry)
-            if lock is not None:
-                try:
-                    fs.remove_entries(lock)
-                    fs.rmdir(entry)
-                    return True
-                finally:
-                    lock.release()
+            return remove_unlocked(self._at(name))
         return False
 
 

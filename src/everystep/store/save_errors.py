@@ -61,15 +61,20 @@ def _in_the_way(path: str) -> str | None:
     return None if os.path.isdir(path) else path
 
 
+def as_failed_save(error: BaseException, target: str) -> BaseException:
+    """The typed error for what ended a save to `target`: the same, unless the system or a rank raised it."""
+    if isinstance(error, OSError) and not isinstance(error, EverystepError):
+        return save_failed(error, target)
+    return as_save_failure(error)
+
+
 @contextmanager
 def saving(target: str) -> Iterator[None]:
     """Turns any `OSError` of the block, and any error of ranks, into the typed error for a failed save."""
     try:
         yield
-    except EverystepError as error:
-        failed = as_save_failure(error)
+    except Exception as error:
+        failed = as_failed_save(error, target)
         if failed is error:
             raise
         raise failed from error
-    except OSError as error:
-        raise save_failed(error, target) from error

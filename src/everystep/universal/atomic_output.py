@@ -1,14 +1,10 @@
-"""A file or a directory that appears whole or not at all, and durable.
+"""A file or a directory that appears whole or not at all, and durable: what a conversion writes.
 
-For a target ``P/NAME``:
+For a target ``P/NAME``, the directory ``P/.NAME.everystep-convert.partial`` is made and locked as the partial
+directory of a checkpoint is (`everystep.store.commit.transaction`). The caller writes into it, and syncs
+every file. Then the directory is renamed to ``NAME``, or the file in it is; and ``P`` is synced.
 
-1. Make the directory ``P/.NAME.everystep-convert.partial`` and lock it. If it exists, a killed process left
-   it: remove what is in it. If another process holds it, that is `Locked`.
-2. The caller writes into it, and syncs every file.
-3. Of a directory: sync it, and rename it to ``NAME``. Of a file: rename the file to ``NAME``.
-4. Sync ``P``. Of a file: remove the empty directory.
-
-A kill before step 3 leaves nothing that looks complete. The next conversion to the same target removes it.
+A kill before the rename leaves nothing that looks complete, and the next conversion to the target removes it.
 """
 
 from __future__ import annotations
@@ -16,41 +12,53 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from everystep.engine import fs
-from everystep.engine.fs import OpenDirectory
-from everystep.errors import CheckpointExists, Locked
+from everystep.errors import CheckpointExists
+from everystep.store import Transaction
 from everystep.store.api import make_parent
-from everystep.store.locks import try_lock_directory
+from everystep.store.locks import remove_unlocked
 from everystep.store.names import PARTIAL
-from everystep.store.save_errors import saving
 
-_ATTEMPTS = 4
+
+class _Output(Transaction):
+    """Replaces nothing: what is at the target by the time of the rename is somebody's."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, partial=_working_path(path))
+
+    def found(self) -> Literal["nothing", "something else"]:
+        return "something else" if fs.exists(self.target_entry) else "nothing"
 
 
 @contextmanager
 def output_file(path: str, *, overwrite: bool) -> Iterator[str]:
     """Yields the path to write a file to. It gets its name when the block ends without an error."""
-    with saving(path), _working_directory(path) as held:
+    make_parent(path)
+    with _Output(path) as output:
+        output.make()
         refuse_file(path, overwrite=overwrite)
-        working = os.path.join(held.path, os.path.basename(path))
-        yield working
+        name = os.path.basename(path)
+        yield os.path.join(output.path, name)
         refuse_file(path, overwrite=overwrite)
-        (fs.rename if overwrite else fs.rename_new)(working, path)
-        fs.sync_dir(os.path.dirname(path))
+        (fs.rename if overwrite else fs.rename_new)(output.directory.at(name), output.target_entry)
+        fs.sync_dir(output.parent)
+        output.abort()  # the directory is empty now
 
 
 @contextmanager
 def output_directory(path: str) -> Iterator[str]:
     """Yields the directory to write files to. It gets its name when the block ends without an error."""
-    with saving(path), _working_directory(path) as held:
+    make_parent(path)
+    with _Output(path) as output:
+        output.make()
         refuse_directory(path)
-        yield held.path
-        fs.sync_dir(held.path)
+        yield output.path
+        fs.sync_dir(output.directory)
         if os.path.isdir(path):
             fs.rmdir(path)  # an empty one; fails if it no longer is
-        fs.rename_new(held.path, path)
-        fs.sync_dir(os.path.dirname(path))
+        output.publish()
 
 
 def refuse_file(path: str, *, overwrite: bool) -> None:
@@ -75,50 +83,9 @@ def sweep(path: str) -> None:
     """Removes what a killed conversion to this path left. What another process holds stays."""
     working = _working_path(path)
     if os.path.isdir(working):
-        held = try_lock_directory(working)
-        if held is not None:
-            _remove(held)
+        remove_unlocked(working)
 
 
 def _working_path(path: str) -> str:
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.everystep-convert{PARTIAL}")
-
-
-@contextmanager
-def _working_directory(path: str) -> Iterator[OpenDirectory]:
-    make_parent(path)
-    held = _hold(_working_path(path), path)
-    try:
-        fs.remove_entries(held)
-        yield held
-    finally:
-        _remove(held)
-
-
-def _hold(working: str, path: str) -> OpenDirectory:
-    for _ in range(_ATTEMPTS):
-        try:
-            fs.mkdir(working)
-        except FileExistsError:
-            if not os.path.isdir(working) or os.path.islink(working):
-                raise
-        try:
-            held = try_lock_directory(working)
-        except FileNotFoundError:
-            continue  # its owner has just renamed or removed it
-        if held is not None and held.is_current():
-            return held
-        if held is not None:
-            held.release()
-    raise Locked(f"{path} is being written by another process: wait for it, or choose another path")
-
-
-def _remove(held: OpenDirectory) -> None:
-    """Removes a working directory, unless it has become the target."""
-    try:
-        if held.is_current():
-            fs.remove_entries(held)
-            fs.rmdir(held.path)
-    finally:
-        held.release()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from everystep.engine import Produced
 from everystep.plan import arrange
 from everystep.state import Flat, LeafSource
-from everystep.store import SaveObserver, SingleCommit, Target
+from everystep.store import Commit, SaveObserver, Transaction, whole
 from everystep.store.api import check_target, make_parent
 from everystep.store.names import PARTIAL
 from everystep.store.read.checkpoint import open_uncommitted
@@ -33,10 +33,10 @@ def write(job: Job) -> None:
     with LeafStream(job.checkpoint, streamed) as stream:
         leaves = {item.name: _leaf(job, item, stream.source(number)) for number, item in enumerate(order)}
         flat = _flat(job, [leaves[item.name] for item in job.items])
-        commit = SingleCommit(
-            Target(job.path), job.checkpoint.step, job.checkpoint.metrics, job.tuning, overwrite=job.overwrite
-        )
-        commit.run(flat, observer=_Progress(job, stream))
+        source = job.checkpoint
+        transaction = Transaction(job.path, overwrite=job.overwrite)
+        commit = Commit(transaction, source.step, source.metrics, job.tuning)
+        commit.run(whole(flat), observer=_Progress(job, stream))
 
 
 def check(job: Job, path: str) -> None:

@@ -31,7 +31,7 @@ def alone(said: str | None) -> list[str | None]:
 
 
 def save(folder: Path, tag: str, step: int) -> None:
-    saving = TagSave(str(folder), tag, step, alone, leads=True)
+    saving = TagSave(str(folder), tag, step, alone, is_coordinator=True)
     for name in (MODEL, optimizer_of(0)):
         saving.write(name, {"w": np.full(10, step)}, watched=False)
     saving.commit(latest=True)
@@ -56,7 +56,7 @@ def test_a_tag_has_all_files_and_is_named_as_the_latest(tmp_path: Path) -> None:
 
 def test_without_latest_the_file_keeps_naming_the_tag_before(tmp_path: Path) -> None:
     save(tmp_path, "a", 1)
-    saving = TagSave(str(tmp_path), "b", 2, alone, leads=True)
+    saving = TagSave(str(tmp_path), "b", 2, alone, is_coordinator=True)
     saving.write(MODEL, {"w": np.ones(3)}, watched=False)
     saving.commit(latest=False)
     assert (tmp_path / "b").is_dir()
@@ -107,7 +107,7 @@ def test_a_kill_at_every_third_call_leaves_the_tag_before_or_the_new_one(tmp_pat
 def test_a_change_while_the_training_goes_on_fails_the_save(tmp_path: Path) -> None:
     save(tmp_path, "a", 1)
     array = np.zeros(1 << 20)
-    saving = TagSave(str(tmp_path), "b", 2, alone, leads=True)
+    saving = TagSave(str(tmp_path), "b", 2, alone, is_coordinator=True)
     saving.write(MODEL, {"w": array}, watched=True)
     array += 1
     with pytest.raises(MutatedDuringSave, match="w changed while it was written"):
@@ -145,7 +145,7 @@ def test_if_one_rank_fails_all_raise_and_there_is_no_tag(tmp_path: Path) -> None
     save(tmp_path, "a", 1)
 
     def act(rank: int, gather: Callable[[str | None], list[str | None]]) -> None:
-        saving = TagSave(str(tmp_path), "b", 2, gather, leads=rank == 0)
+        saving = TagSave(str(tmp_path), "b", 2, gather, is_coordinator=rank == 0)
         state = {"w": object() if rank == 1 else np.ones(3)}
         saving.write(optimizer_of(rank), state, watched=False)
         saving.commit(latest=True)
@@ -165,10 +165,10 @@ def test_a_failure_of_any_kind_reaches_all_ranks(
     def fails(self: object, flat: object) -> None:
         raise error
 
-    monkeypatch.setattr("everystep.store.SingleCommit.run", fails)
+    monkeypatch.setattr("everystep.store.Commit.run", fails)
 
     def act(rank: int, gather: Callable[[str | None], list[str | None]]) -> None:
-        saving = TagSave(str(tmp_path), "b", 2, gather, leads=rank == 0)
+        saving = TagSave(str(tmp_path), "b", 2, gather, is_coordinator=rank == 0)
         if rank == 1:
             saving.write(optimizer_of(rank), {"w": np.ones(3)}, watched=False)
         saving.commit(latest=True)
@@ -191,7 +191,7 @@ def test_all_ranks_raise_if_the_leader_cannot_commit(tmp_path: Path) -> None:
     (tmp_path / "a" / "folder").mkdir()  # to replace the tag would remove it
 
     def act(rank: int, gather: Callable[[str | None], list[str | None]]) -> None:
-        saving = TagSave(str(tmp_path), "a", 2, gather, leads=rank == 0)
+        saving = TagSave(str(tmp_path), "a", 2, gather, is_coordinator=rank == 0)
         saving.write(optimizer_of(rank), {"w": np.full(10, 2)}, watched=False)
         saving.commit(latest=True)
 
@@ -203,7 +203,7 @@ def test_all_ranks_raise_if_the_leader_cannot_commit(tmp_path: Path) -> None:
 
 def test_files_of_all_ranks_are_in_the_tag(tmp_path: Path) -> None:
     def act(rank: int, gather: Callable[[str | None], list[str | None]]) -> None:
-        saving = TagSave(str(tmp_path), "a", 1, gather, leads=rank == 0)
+        saving = TagSave(str(tmp_path), "a", 1, gather, is_coordinator=rank == 0)
         saving.write(optimizer_of(rank), {"w": np.full(10, rank)}, watched=False)
         saving.commit(latest=True)
 

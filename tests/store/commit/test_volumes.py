@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import everystep
+from everystep.engine import faults
 from everystep.store.commit import volumes
+from everystep.store.names import LEDGER
 from everystep.store.read.gather import FileReads, fetch
 
 
@@ -41,6 +43,24 @@ def test_measuring_writes_to_the_volume_and_leaves_nothing_there(tmp_path: Path)
     assert len(speeds) == 2
     assert min(speeds) > 0
     assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_a_run_writes_at_most_once_per_save_which_shards_are_to_go(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    state = {"w": np.zeros(100)}
+    options = everystep.Options(volumes=[tmp_path / "volume"])
+    keep = everystep.Keep(last=1)
+    written = []
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync", options=options, keep=keep) as ckpt:
+        for step in range(1, 7):
+            with faults.traced() as events:
+                ckpt.save(step)
+            written.append(sum(event.path2.endswith(f"/{LEDGER}") for event in events))
+    assert written[0] == 1
+    assert set(written[1:]) <= {0, 1}
+    # All but the shards that the last saves have given up are gone, and no longer listed.
+    assert len((tmp_path / "run" / LEDGER).read_text().split()) <= 2
+    assert len(list((tmp_path / "volume").rglob("*.safetensors"))) <= 2
 
 
 def test_many_volumes_are_not_all_read_at_once() -> None:

@@ -22,7 +22,7 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.state import flatten
-from everystep.store import SingleCommit, WritableRun, step_name
+from everystep.store import Commit, WritableRun, step_name, whole
 from everystep.store.read import open as opening
 from support.worlds.several_ranks import write_several
 
@@ -136,9 +136,9 @@ def test_nothing_stays_open(path: Path) -> None:
 
 def save(run: WritableRun, step: int, state: object) -> None:
     tuning = everystep.Options().tuning()
-    target = run.begin(step)
-    info = SingleCommit(target, step, {}, tuning, overwrite=True).run(flatten(state))
-    run.committed(step, target, info)
+    transaction = run.begin(step, overwrite=True)
+    info = Commit(transaction, step, {}, tuning).run(whole(flatten(state)))
+    run.committed(step, transaction, info)
 
 
 def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(tmp_path: Path) -> None:

@@ -276,20 +276,20 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
     from everystep.store.ranks.save_round import SaveRound
 
     store = _get_default_store()
-    write, gather = ShardWriter.write, SaveRound.gather
+    start, gather = ShardWriter.start, SaveRound.gather
     with bench(run, mode) as here:
 
-        def late(self: ShardWriter, groups: Any, watch: Any) -> None:
-            ShardWriter.write = write  # type: ignore[method-assign]
+        def late(self: ShardWriter, directory: Any, *, recycle: bool) -> None:
+            ShardWriter.start = start  # type: ignore[method-assign]
             store.wait(["called again"])
-            write(self, groups, watch)
+            start(self, directory, recycle=recycle)
 
         def wait_for_all(self: SaveRound) -> Any:
             store.set("called again", b"")
             return gather(self)
 
         if here.rank == 1:
-            ShardWriter.write = late  # type: ignore[method-assign]
+            ShardWriter.start = late  # type: ignore[method-assign]
         calls = here.checkpointer._group._calls
         assert calls is not None
         here.meet()
@@ -325,17 +325,17 @@ def mutated(run: Path) -> tuple[dict[str, Got], list[str]]:
                     here.state["optimizer"].state[parameter]["momentum_buffer"].add_(amount)
 
         def act() -> None:
-            write = ShardWriter.write
+            start = ShardWriter.start
 
-            def late(self: ShardWriter, groups: Any, watch: Any) -> None:
+            def late(self: ShardWriter, directory: Any, *, recycle: bool) -> None:
                 change(1.0)
-                write(self, groups, watch)
+                start(self, directory, recycle=recycle)
 
-            ShardWriter.write = late  # type: ignore[method-assign]
+            ShardWriter.start = late  # type: ignore[method-assign]
             try:
                 here.save()
             finally:
-                ShardWriter.write = write  # type: ignore[method-assign]
+                ShardWriter.start = start  # type: ignore[method-assign]
                 change(-1.0)
 
         here.trouble("mutated on 1", act)

@@ -9,9 +9,9 @@
 DCP's planners decide what is saved and who writes it, and its process group carries what ranks tell each
 other. The files, and how they become durable, are Everystep's: they make a checkpoint like any other.
 
-The modules: `writer` and `reader` (DCP's two protocols), `underway` (a save between DCP's calls), `record`
-(DCP's metadata, in the tree), `values` (objects that are not tensors), `paths`. Importing this does not
-import torch.
+The modules: `writer` and `reader` (DCP's two protocols), `dcp_save` (a save between DCP's calls), `paths`
+(where checkpoints may be), `ignored_arguments` (what DCP's own writer and reader are tuned by). Importing
+this does not import torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from everystep import engine
@@ -19,6 +19,7 @@ from everystep.engine import Tuning, fs
 from everystep.engine.fs import OpenDirectory
 from everystep.errors import Locked, SaveFailed
 from everystep.format.records import Part
+from everystep.store.commit.driver import Commit
 from everystep.store.commit.transaction import Transaction
 from everystep.store.locks import require_current
 from everystep.store.names import PARTIAL
@@ -36,6 +37,7 @@ class Underway:
         self.part: Part | None = None
         """What the coordinator itself has written."""
         self.transaction: Transaction | None = None
+        self.commit: Commit | None = None
         self.thread = threading.get_ident()
         """DCP makes all calls of one save in one thread."""
         self._forks = engine.forks()
@@ -54,21 +56,19 @@ class Underway:
     def is_at_work(self) -> bool:
         return self._at_work
 
-    def make(self, tuning: Tuning) -> None:
+    def make(self, step: int, metrics: Mapping[str, float], tuning: Tuning, id: str) -> None:
         """Makes the directory, as the coordinator."""
         parent = os.path.dirname(self.target)
         if self.parent is None:
             if not os.path.isdir(parent):
                 fs.make_directories(parent)
             self.parent = fs.open_directory(parent)
-        transaction = Transaction(self.parent, self.target, overwrite=self.overwrite, allow_other_files=True)
+        transaction = Transaction(self.target, self.parent, overwrite=self.overwrite, allow_other_files=True)
         transaction.refuse_existing()
-        require_current(self.parent)
-        fs.anchor(parent, once=True)
-        # Choosing may write a trial file, so it comes before there is anything to clean up.
-        engine.choose_backend(self.parent, tuning.backend)
+        transaction.open()
         self.transaction = transaction
-        transaction.make()
+        self.commit = Commit(transaction, step, metrics, tuning, id=id)
+        self.commit.begin()
 
     @contextmanager
     def opened(self) -> Iterator[OpenDirectory]:

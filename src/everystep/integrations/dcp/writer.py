@@ -1,7 +1,6 @@
-"""DCP's ``StorageWriter``: the commit protocol of several ranks, with DCP's own messages.
+"""DCP's ``StorageWriter``: the steps of `everystep.store.commit.driver`, with DCP's own messages.
 
-For a checkpoint that shall appear at ``D`` (`everystep.store.ranks.coordinated` is the same with Everystep's
-messages):
+For a checkpoint that is to appear at ``D``:
 
 1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that holds a checkpoint.
 2. ``prepare_local_plan``: it makes ``D.partial``. ``prepare_global_plan``: it gives ranks their numbers. (Not
@@ -22,7 +21,6 @@ import math
 import os
 import re
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,10 +42,10 @@ from everystep.state.leaf_table import require_readable
 from everystep.state.torch_arrays import describer, wrapper_refusal
 from everystep.store.api import check_target
 from everystep.store.commit.info import check_step
-from everystep.store.commit.manifest import Identity, require_complete, root_of
+from everystep.store.commit.manifest import part_of, require_complete
 from everystep.store.commit.observer import SaveObserver
-from everystep.store.commit.shard_writer import Description, ShardLocation, ShardWriter
-from everystep.store.commit.transaction import refuse_existing
+from everystep.store.commit.shard_writer import ShardWriter
+from everystep.store.commit.transaction import Transaction
 from everystep.store.metrics import plain_metrics
 from everystep.store.options import Options
 from everystep.store.save_errors import saving
@@ -166,7 +164,7 @@ class Writer(StorageWriter):
         if is_coordinator:
             self._coordinator = int(kwargs.get("rank", 0))
             check_target(target, allow_other_files=True)
-            refuse_existing(target, overwrite=self._overwrite)
+            Transaction(target, overwrite=self._overwrite).refuse_existing()
         if self._has_begun:  # DCP calls `reset` only if it is given a path
             self._renew()
         self._has_begun = True
@@ -178,7 +176,8 @@ class Writer(StorageWriter):
         if underway.is_coordinator:
             try:
                 with saving(underway.target):
-                    underway.make(self._tuning)
+                    step = _step_in(underway.target) if self._step is None else self._step
+                    underway.make(step, self._metrics, self._tuning, self._save_id)
             except BaseException:
                 underway.abort()
                 raise
@@ -221,10 +220,10 @@ class Writer(StorageWriter):
         ref: PartRef | None = None
         with underway.opened() as directory:
             leaves, told = _sources(plan.items, planner)
-            with ShardWriter(number, [ShardLocation(directory)], self._tuning, recycle=False) as writer:
-                if leaves:
-                    writer.write([leaves], SaveObserver())
-                part = writer.part(Description())
+            with ShardWriter(number, [leaves], self._tuning) as writer:
+                writer.start(directory, recycle=False)
+                writer.wait(SaveObserver())
+                part = part_of(number, writer.files(), writer.leaves())
                 if number == 0:
                     writer.sync(directory)
                     underway.part = part
@@ -251,8 +250,9 @@ class Writer(StorageWriter):
         underway.close()
 
     def _commit(self, underway: Underway, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        transaction, part = underway.transaction, underway.part
+        transaction, commit, part = underway.transaction, underway.commit, underway.part
         assert transaction is not None
+        assert commit is not None
         assert part is not None
         from torch.distributed.checkpoint import filesystem
 
@@ -266,16 +266,9 @@ class Writer(StorageWriter):
         }
         for ref in refs.values():
             _require(transaction.directory, ref)
-        step = _step_in(underway.target) if self._step is None else self._step
-        root = root_of(
-            Identity(self._save_id, step, time.time(), self._metrics),
-            _tree(metadata, results),
-            part,
-            world=len(results),
-            others=[refs[number] for number in sorted(refs)],
-        )
-        transaction.seal(os.listdir(transaction.directory.fileno()), encode_root(root))
-        transaction.publish()
+        others = [refs[number] for number in sorted(refs)]
+        root = commit.root(_tree(metadata, results), part, others, world=len(results))
+        commit.finish(encode_root(root), ())
 
     def _renew(self) -> None:
         self._save_id = os.urandom(16).hex()

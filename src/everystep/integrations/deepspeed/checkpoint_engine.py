@@ -70,7 +70,9 @@ class EverystepEngine(CheckpointEngine):
         self.name = type(self).__name__
         self._engine = engine
         self._overlap = overlap
-        self._leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+        self._is_coordinator = (
+            engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+        ) == 0
         self._saving: tuple[TagSave, CheckpointCommitInfo] | None = None
         self._read: tuple[str, Any] | None = None
         self._restores_optimizer = True
@@ -103,7 +105,10 @@ class EverystepEngine(CheckpointEngine):
 
     def create(self, info: CheckpointCommitInfo) -> None:
         step = self._engine.global_steps
-        self._saving = TagSave(info.save_dir, info.tag, step, _gathered, leads=self._leads), info
+        self._saving = (
+            TagSave(info.save_dir, info.tag, step, _gathered, is_coordinator=self._is_coordinator),
+            info,
+        )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         if not self._is_saved(local_path(path)):  # that one appears with the commit

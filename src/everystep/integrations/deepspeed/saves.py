@@ -2,8 +2,8 @@
 
 1. Each rank writes its files into ``.TAG.partial``. Each is an Everystep checkpoint, durable by itself.
 2. The ranks tell each other whether that succeeded. If one has failed, all raise, and there is no such tag.
-3. The leader renames ``.TAG.partial`` to ``TAG`` and syncs the directory above. **This is the commit.**
-4. The leader replaces the file ``latest`` by a new one, synced. So it only ever names complete tags.
+3. The coordinator renames ``.TAG.partial`` to ``TAG`` and syncs the directory above. **This is the commit.**
+4. The coordinator replaces the file ``latest`` by a new one, synced. So it only ever names complete tags.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from everystep.checkpointer.ownership import UNCHANGED
 from everystep.engine.threads import Background
 from everystep.errors import MutatedDuringSave, SaveFailed
 from everystep.integrations.deepspeed import tags
+from everystep.integrations.deepspeed.tags import TagTransaction
 from everystep.paths import local_path
 from everystep.state import flatten
-from everystep.store import Options, SingleCommit, Target
+from everystep.store import Commit, Options, Transaction, check_step, whole
+from everystep.store.save_errors import as_failed_save
 
 _WRITERS: Final = 4
 """Files that a rank writes at a time: each takes staging of its own."""
@@ -28,7 +30,7 @@ _TUNING: Final = Options().tuning()
 
 
 class TagSave:
-    """A save that has begun. All ranks make one, and `commit` it; only one of them `is_coordinator`.
+    """A save that has begun. All ranks make one, and `commit` it. One of them `is_coordinator`.
 
     `gather` gives each rank what every rank says, and so lets them wait for each other.
     """
@@ -40,20 +42,20 @@ class TagSave:
         step: int,
         gather: Callable[[str | None], list[str | None]],
         *,
-        leads: bool,
+        is_coordinator: bool,
     ) -> None:
         self._folder, self._tag = local_path(folder), tag
         self.path = os.path.abspath(os.path.join(self._folder, tag))
         self._step = step
         self._gather = gather
-        self._leads = leads
+        self._transaction: TagTransaction | None = None
         self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(_WRITERS):
             self._turns.put(None)
         self._writes: list[_Write] = []
         self._failure: Exception | None = None
-        if leads:
-            self._try(lambda: tags.begin(self.path))
+        if is_coordinator:
+            self._try(self._begin)
         gather(None)  # the directory is there
 
     def write(self, name: str, state: Any, *, watched: bool) -> None:
@@ -69,19 +71,32 @@ class TagSave:
         """Steps 2 to 4. `latest`: whether to make the fourth one."""
         for write in self._writes:
             self._try(write.wait)
-        self._agree()
-        if self._leads:
-            self._try(lambda: tags.publish(self.path))
-            if latest and self._failure is None:
-                self._try(lambda: tags.write_latest(self._folder, self._tag))
-        self._agree()
+        transaction, self._transaction = self._transaction, None
+        try:
+            self._agree()
+            if transaction is not None:
+                self._try(transaction.commit)
+                if latest and self._failure is None:
+                    self._try(lambda: tags.write_latest(self._folder, self._tag))
+            self._agree()
+        finally:
+            if transaction is not None:
+                transaction.abort()  # does nothing after the commit
+                transaction.release()
+
+    def _begin(self) -> None:
+        tags.sweep(os.path.dirname(self.path))
+        self._transaction = TagTransaction(self.path)
+        self._transaction.open()
+        self._transaction.make()
 
     def _try(self, act: Callable[[], object]) -> None:
         """Keeps the first failure, of whatever kind, for `_agree`: the others must not wait for this rank."""
         try:
             act()
         except Exception as error:
-            self._failure = self._failure or error
+            failed = as_failed_save(error, self.path)
+            self._failure = self._failure or (failed if isinstance(failed, Exception) else error)
 
     def _agree(self) -> None:
         """Raises on all ranks if one of them has failed."""
@@ -101,14 +116,15 @@ class _Write:
         self, turns: queue.SimpleQueue[None], path: str, state: Any, step: int, watched: bool
     ) -> None:
         flat = flatten(state)
-        commit = SingleCommit(Target(path), step, {}, _TUNING)
+        share = whole(flat)
+        commit = Commit(Transaction(path), check_step(step), {}, _TUNING)
         self._path = path
         self._guard = Guard({UNCHANGED: list(flat.leaves)} if watched else {})
 
         def run() -> None:
             turns.get()
             try:
-                commit.run(flat)
+                commit.run(share)
             finally:
                 turns.put(None)
 

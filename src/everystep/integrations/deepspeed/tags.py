@@ -1,80 +1,76 @@
 """The directory that DeepSpeed saves to: tags that appear at once and whole, and the file ``latest``.
 
 In a tag ``T``, each of DeepSpeed's files is a directory with an Everystep checkpoint. All of them are written
-to ``.T.partial`` first. `publish` renames that; before it, there is no ``T``. Nothing here needs DeepSpeed.
+to ``.T.partial`` first, which gets its name last, in a transaction of `everystep.store.commit`. Nothing here
+needs DeepSpeed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from typing import Literal
 
 from everystep.engine import fs
-from everystep.errors import CheckpointExists, EverystepError
+from everystep.engine.atomic_file import replace_file
+from everystep.errors import EverystepError
+from everystep.store import Transaction
 from everystep.store import open as open_checkpoint
+from everystep.store.locks import remove_unlocked
 from everystep.universal.deepspeed.names import LATEST, STATES
 
 
 def partial_of(path: str) -> str:
-    """Where something is until it gets its name."""
+    """Where a tag is until it gets its name."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.partial")
 
 
-def begin(tag: str) -> str:
-    """Makes the directory for the files of a tag, and removes what killed saves have left beside it."""
-    folder, partial = os.path.dirname(tag), partial_of(tag)
+class TagTransaction(Transaction):
+    """A tag on its way to its name. It replaces an older one; files there that are not DeepSpeed's stay."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tag, partial=partial_of(tag), overwrite=True)
+
+    def owns(self, name: str) -> bool:
+        return name.endswith(STATES)
+
+    def found(self) -> Literal["nothing", "checkpoint", "something else"]:
+        if not fs.exists(self.target_entry):
+            return "nothing"
+        return (
+            "something else"
+            if os.path.islink(self.target) or not os.path.isdir(self.target)
+            else "checkpoint"
+        )
+
+    def commit(self) -> None:
+        """Gives the tag its name, if it has files: all of them are durable."""
+        if os.listdir(self.directory.fileno()):
+            fs.sync_dir(self.directory)
+            self.publish()
+        else:
+            self.abort()
+
+
+def sweep(folder: str) -> None:
+    """Makes the directory for tags, and removes what killed saves have left there."""
     fs.make_directories(folder)
-    for name in os.listdir(folder):
-        left = os.path.join(folder, name)
-        if name.startswith(".") and name.endswith(".partial") and os.path.isdir(left):
-            fs.remove_tree(left)
-    fs.mkdir(partial)
-    return partial
-
-
-def publish(tag: str) -> None:
-    """The commit: ``.T.partial``, with files that are durable, becomes ``T``. One without files goes away.
-
-    An older ``T`` is replaced in the same moment. Files in it that are not DeepSpeed's stay.
-    """
-    partial = partial_of(tag)
-    if not os.listdir(partial):
-        fs.rmdir(partial)
-        return
-    replaces = fs.exists(tag)
-    if replaces:
-        _carry_over(tag, partial)
-    fs.sync_dir(partial)
-    (fs.exchange if replaces else fs.rename_new)(partial, tag)
-    fs.sync_dir(os.path.dirname(tag))
-    if replaces:
-        with contextlib.suppress(OSError):  # the commit stands, and the next save sweeps this
-            fs.remove_tree(partial)
-
-
-def _carry_over(old: str, new: str) -> None:
-    for name in os.listdir(old):
-        if name.endswith(STATES):
-            continue
-        if os.path.isdir(os.path.join(old, name)):
-            raise CheckpointExists(
-                f"{old} exists and has the directory {name}, which is not DeepSpeed's: to replace the tag "
-                "would remove it. Move it away, or choose another tag"
-            )
-        fs.link(os.path.join(old, name), os.path.join(new, name))
+    left = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(".partial")]
+    if left:
+        fs.sync_dir(folder)  # one may be a tag that was replaced: the names come before its files
+    for name in left:
+        with contextlib.suppress(NotADirectoryError):
+            remove_unlocked(os.path.join(folder, name))
 
 
 def write_latest(folder: str, tag: str) -> None:
     """Names the newest tag, durably: the file has the old content or the new one, never none."""
-    path = os.path.join(folder, LATEST)
-    partial = partial_of(path)
-    with contextlib.suppress(FileNotFoundError):
-        fs.unlink(partial)
-    with fs.write_file(partial, tag.encode()) as file:
-        fs.sync([file])
-    fs.rename(partial, path)
-    fs.sync_dir(folder)
+    opened = fs.open_directory(folder)
+    try:
+        replace_file(LATEST, tag.encode(), within=opened)
+    finally:
+        opened.release()
 
 
 def read_latest(folder: str) -> str | None:

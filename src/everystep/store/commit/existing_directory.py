@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from typing import Literal
 
 from everystep.engine import fs
@@ -109,15 +110,15 @@ def take_back(made: OpenDirectory, into: OpenDirectory) -> None:
         fs.sync_dir(into)
 
 
-def carry_over(old: OpenDirectory, new: OpenDirectory) -> None:
-    """The files of others in `old` get their names in `new` as well, durably.
+def carry_over(old: OpenDirectory, new: OpenDirectory, owns: Callable[[str], bool]) -> None:
+    """The files of others in `old`, all but those it `owns`, get their names in `new` as well, durably.
 
     A file that `new` has of that name from before is replaced. `CheckpointExists` for a directory: it cannot
     have two names.
     """
     changed = False
     for name in os.listdir(old.fileno()):
-        if is_checkpoint_file(name):
+        if owns(name):
             continue
         info = os.stat(name, dir_fd=old.fileno(), follow_symlinks=False)
         if stat.S_ISDIR(info.st_mode):

@@ -1,156 +1,152 @@
-"""What one rank writes of a checkpoint: its shards, one per volume, and the part that describes them.
+"""The shards that one process writes, one per volume, and the part that describes them.
 
-Owns one rank's work in steps 2 to 4 of the commit protocol (`everystep.store.ranks.coordinated`): it moves
-the bytes out of memory, puts the checksums into records, and syncs everything.
+Owns the way of the bytes: out of memory into files, their checksums into records, and the sync.
 `everystep.store.ranks.write_shares` decides before which rank writes what.
 """
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 from everystep import engine
 from everystep.engine import Tuning, WriteJob, fs
 from everystep.engine.fs import OpenDirectory
 from everystep.format.checksums import digest
 from everystep.format.manifest import encode_part, part_name, shard_name
-from everystep.format.records import Fragment, Leaf, Part, ShardFile
+from everystep.format.records import Leaf, Part, ShardFile
 from everystep.plan import ShardPlan, arrange
 from everystep.state import LeafSource
-from everystep.store.commit.manifest import part_of
+from everystep.store.commit.manifest import leaf_records
 from everystep.store.commit.observer import SaveObserver
 from everystep.store.locks import require_current
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLocation:
-    """Where the shard of a volume goes: an open `directory`, the checkpoint's; or the one outside of it that
-    `volume` is the path of, on `host`, which is made when there is something to write."""
-
-    directory: OpenDirectory | None
-    volume: str | None = None
-    host: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a part says beside its leaves."""
-
-    aliases: tuple[tuple[str, str], ...] = ()
-    local: Mapping[str, Any] | None = None
-    tree: Any = None
-
-
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """The files of one rank, from their first byte to the sync. Leaving the block lets go of all memory."""
+    """The shards of one process, from their plan to the sync. Leaving the block lets go of all memory.
 
-    def __init__(self, rank: int, places: Sequence[ShardLocation], tuning: Tuning, *, recycle: bool) -> None:
+    Its order: `start`, `wait`, then `files` and `leaves` for the manifest, and `sync`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        groups: Sequence[Sequence[LeafSource]],
+        tuning: Tuning,
+        outside: Sequence[str] = (),
+    ) -> None:
+        """`groups`: the leaves in the order in which they are to leave memory. `outside`: directories on
+        volumes, which are made when there is something to write; without any, shards are in the
+        checkpoint's own directory."""
         self._rank = rank
-        self._places = places
         self._tuning = tuning
-        self._recycle = recycle
-        self._files: list[tuple[int, ShardPlan, WriteJob]] = []
-        self._outside: list[OpenDirectory] = []
-        """Those on volumes that it writes to."""
+        self._outside = outside
+        self._plans: dict[int, ShardPlan] = {}
+        for volume in range(max(1, len(outside))):
+            mine = (
+                [[leaf for leaf in group if _volume(leaf) == volume] for group in groups]
+                if outside
+                else groups
+            )
+            if any(mine):
+                self._plans[volume] = arrange(mine).plan()
+        self._jobs: list[WriteJob] = []
+        self._opened: list[OpenDirectory] = []
         self.write_seconds = 0.0
         self.sync_seconds = 0.0
 
-    def write(self, groups: Sequence[Sequence[LeafSource]], observer: SaveObserver) -> None:
-        """Writes the fragments, group by group; returns when all have left memory."""
+    @property
+    def stored_nbytes(self) -> int:
+        return sum([plan.nbytes for plan in self._plans.values()])
+
+    def start(self, directory: OpenDirectory, *, recycle: bool) -> None:
+        """Begins to write all shards. `recycle`: over files in the checkpoint's directory."""
         began = time.perf_counter()
-        # All jobs together take no more memory than one would.
-        depth = max(2, self._tuning.depth // max(1, len(self._places)))
-        for volume, place in enumerate(self._places):
-            mine = [[leaf for leaf in group if _volume(leaf) == volume] for group in groups]
-            if not any(mine):
-                continue
-            plan = arrange(mine).plan()
-            directory = self._directory(place)
-            backend = engine.choose_backend(directory, self._tuning.backend)
-            job = engine.write(
-                directory.at(shard_name(self._rank, volume)),
-                plan.nbytes,
-                plan.pieces(),
-                tuning=replace(self._tuning, backend=backend, depth=depth),
-                header=plan.header,
-                recycle=self._recycle and place.volume is None,
-                background=plan.nbytes > self._tuning.small_nbytes,
+        tuning = self._tuning
+        if len(self._outside) > 1:  # all jobs together take no more memory than one would
+            tuning = replace(tuning, depth=max(2, tuning.depth // len(self._outside)))
+        for volume, plan in self._plans.items():
+            place = self._open(self._outside[volume]) if self._outside else directory
+            small = plan.nbytes <= tuning.small_nbytes
+            if not small or tuning.backend is not None:
+                tuning = replace(tuning, backend=engine.choose_backend(place, self._tuning.backend))
+            self._jobs.append(
+                engine.write(
+                    place.at(shard_name(self._rank, volume)),
+                    plan.nbytes,
+                    plan.pieces(),
+                    tuning=tuning,
+                    header=plan.header,
+                    recycle=recycle and not self._outside,
+                    background=not small,
+                )
             )
-            self._files.append((volume, plan, job))
-        observer.writing([(plan, job) for _, plan, job in self._files])
+        self.write_seconds = time.perf_counter() - began
+
+    def wait(self, observer: SaveObserver) -> None:
+        """Returns when all bytes have left memory."""
+        began = time.perf_counter()
+        observer.writing(list(zip(self._plans.values(), self._jobs, strict=True)))
         done = 0
 
         def advanced(nbytes: int) -> None:
             observer.advanced(done + nbytes)
 
-        for _, plan, job in self._files:
+        for plan, job in zip(self._plans.values(), self._jobs, strict=True):
             job.wait(progress=advanced)
             done += plan.nbytes
         observer.written()
         self.write_seconds += time.perf_counter() - began
 
-    def _directory(self, place: ShardLocation) -> OpenDirectory:
-        if place.directory is not None:
-            return place.directory
-        assert place.volume is not None
-        fs.make_directories(place.volume)
-        self._outside.append(fs.open_directory(place.volume))
-        return self._outside[-1]
+    def _open(self, path: str) -> OpenDirectory:
+        fs.make_directories(path)
+        self._opened.append(fs.open_directory(path))
+        return self._opened[-1]
 
-    def part(self, description: Description) -> Part:
-        """The record of what was written."""
-        files: list[ShardFile] = []
-        leaves: dict[str, tuple[LeafSource, list[Fragment]]] = {}
-        for number, (volume, plan, job) in enumerate(self._files):
-            place = self._places[volume]
-            files.append(
-                ShardFile(
-                    shard_name(self._rank, volume),
-                    plan.nbytes,
-                    len(plan.header),
-                    digest(plan.header),
-                    place.volume,
-                    place.host,
-                )
+    def files(self) -> list[ShardFile]:
+        """The records of the shards."""
+        host = socket.gethostname() if self._outside else None
+        return [
+            ShardFile(
+                shard_name(self._rank, volume),
+                plan.nbytes,
+                len(plan.header),
+                digest(plan.header),
+                self._outside[volume] if self._outside else None,
+                host,
             )
-            for leaf, offset, chunks in zip(plan.leaves, plan.offsets, job.checksums(), strict=True):
-                start = (0,) * len(leaf.shape) if leaf.fragment is None else leaf.fragment.start
-                fragment = Fragment(start, leaf.shape, number, offset, leaf.nbytes, chunks)
-                leaves.setdefault(leaf.name, (leaf, []))[1].append(fragment)
-        described = [
-            Leaf(name, leaf.dtype, leaf.whole_shape, leaf.framework, tuple(fragments))
-            for name, (leaf, fragments) in leaves.items()
+            for volume, plan in self._plans.items()
         ]
-        return part_of(self._rank, files, described, description.aliases, description.local, description.tree)
 
-    @property
-    def stored_nbytes(self) -> int:
-        return sum(plan.nbytes for _, plan, _ in self._files)
+    def leaves(self) -> Iterator[Leaf]:
+        """The records of what is in the shards."""
+        plans = zip(self._plans.values(), self._jobs, strict=True)
+        return leaf_records((plan.leaves, plan.offsets, job.checksums()) for plan, job in plans)
 
     @property
     def names(self) -> list[str]:
         """The files in the checkpoint's own directory."""
-        return [
-            shard_name(self._rank, volume) for volume, _, _ in self._files if not self._places[volume].volume
-        ]
+        return [] if self._outside else [shard_name(self._rank, volume) for volume in self._plans]
 
-    def sync(self, directory: OpenDirectory, part: Part | None = None) -> bytearray:
+    @property
+    def unsynced(self) -> Sequence[WriteJob]:
+        """What the caller may sync together with other files, instead of calling `sync`."""
+        return self._jobs
+
+    def sync(self, directory: OpenDirectory, part: Part | None = None, *, recycle: bool = False) -> bytearray:
         """Makes all that was written durable, and the file of the part if one is given; its bytes."""
         began = time.perf_counter()
         encoded = bytearray() if part is None else encode_part(part)
-        written: list[WriteJob | fs.PendingFile] = [job for _, _, job in self._files]
         if part is None:
-            fs.sync(written, directory)
+            fs.sync(self._jobs, directory)
         else:
-            place = directory.at(part_name(self._rank))
-            with fs.write_file(place, encoded, recycle=self._recycle) as file:
-                fs.sync([*written, file], directory)
-        for outside in self._outside:
+            with fs.write_file(directory.at(part_name(self._rank)), encoded, recycle=recycle) as file:
+                fs.sync([*self._jobs, file], directory)
+        for outside in self._opened:
             # The file's name; those of the directories are durable already.
             fs.sync_dir(outside)
             # The manifest will say that it is there.
@@ -162,9 +158,9 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            for _, _, job in self._files:
+            for job in self._jobs:
                 job.abandon()  # the engine must not go on reading memory that the caller goes on to change
-        for outside in self._outside:
+        for outside in self._opened:
             outside.release()
 
 

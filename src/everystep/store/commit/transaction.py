@@ -23,8 +23,8 @@ sync of ``P``: nothing relies on it until step 6 syncs the same directory.
 A sync that fails is final: the kernel may have dropped the dirty pages, and a second sync would lie. The save
 fails, `abort` removes what it left, and what was there before has not been touched.
 
-The drivers (`single`, `coordinated`, and torch DCP's writer) supply the shards, the parts and the messages;
-there is no second way to a committed checkpoint.
+`everystep.store.commit.driver` feeds it with shards, parts and messages. Whatever else appears whole as a
+directory goes this way, too: a tag of DeepSpeed, and what a conversion writes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from everystep.engine import WriteJob, fs
 from everystep.engine.fs import Entry, OpenDirectory, PendingFile
 from everystep.errors import CheckpointExists, Locked
-from everystep.store.commit.existing_directory import carry_over, found_at, link_into, take_back
+from everystep.store.commit.existing_directory import Found, carry_over, found_at, link_into, take_back
 from everystep.store.locks import LOCK_SECONDS, require_current, share_directory, try_lock_directory
 from everystep.store.names import MANIFEST, PARTIAL, is_checkpoint_file
-from everystep.store.save_errors import saving
+from everystep.store.save_errors import as_failed_save
 
 _ATTEMPTS = 4
 """To make a directory whose name others take and give back meanwhile."""
@@ -59,102 +60,115 @@ class Spare:
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a checkpoint shall appear, and a retired one beside it whose files it may write over.
-
-    `directory`: the open one that it goes to. None: whoever writes the checkpoint opens it for that.
-    """
-
-    path: str
-    directory: OpenDirectory | None = None
-    spare: Spare | None = None
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[OpenDirectory]:
-        """The directory, open. `RunMoved` when its path has come to lead elsewhere since it was opened."""
-        if self.directory is not None:
-            require_current(self.directory)
-            yield self.directory
-            return
-        directory = fs.open_directory(os.path.dirname(self.path))
-        try:
-            yield directory
-        finally:
-            directory.release()
-
-
-@dataclass(slots=True)
 class Transaction:
-    """One checkpoint on its way to ``D``: `make`, `seal`, `publish`; or `abort`; and `release` in the end.
+    """A directory on its way to ``D``, beside which a retired one may lie whose files it may write over.
 
-    Not `names_certain`: ``D`` and ``D.partial`` have exchanged names, and it is uncertain which name each has
-    on disk. Then neither may be removed: it could be the checkpoint that is being replaced.
+    `open`, `make`, `seal`, `publish`; or `abort`; and `release` in the end. A ``with`` block opens it, aborts
+    when an error leaves it, which it turns into the typed error of a save, and releases.
     """
 
     parent: OpenDirectory
-    """The one that both are in."""
-    target: str
-    spare: Spare | None = None
-    overwrite: bool = False
-    """Whether a checkpoint at ``D`` is replaced."""
-    allow_other_files: bool = False
-    """Whether ``D`` may be a directory with files of others, not only an empty one."""
-    names_certain: bool = True
-    published: bool = False
-    """Whether the directory has the name ``D`` for good: from then on no failure removes anything in it."""
-    recycle: bool = False
-    """Whether there are files to write over."""
-    _names: frozenset[str] = frozenset()
-    """Those of the files to write over."""
-    _lock: OpenDirectory | None = None
+    """The directory that both names are in, from `open` on."""
+    entry: Entry
+    target_entry: Entry
+    directory: OpenDirectory
+    """The directory itself, which files are made in, from `make` on."""
 
-    @property
-    def path(self) -> str:
-        return self.target + PARTIAL
+    def __init__(
+        self,
+        target: str,
+        parent: OpenDirectory | None = None,
+        spare: Spare | None = None,
+        *,
+        partial: str | None = None,
+        overwrite: bool = False,
+        allow_other_files: bool = False,
+    ) -> None:
+        """`parent`: the directory that ``D`` is in, if the caller has it open. `partial`: another path there
+        than ``D.partial``.
 
-    @property
-    def entry(self) -> Entry:
-        return self.parent.at(os.path.basename(self.path))
+        `overwrite`: whether a checkpoint at ``D`` is replaced. `allow_other_files`: whether ``D`` may be a
+        directory with files of others, not only an empty one.
+        """
+        self.target = target
+        self.path = partial or target + PARTIAL
+        self.spare = spare
+        self.overwrite = overwrite
+        self.names_certain = True
+        """False while ``D`` and ``D.partial`` may have exchanged names, and it is uncertain which name each
+        has on disk. Then neither may be removed: it could be the checkpoint that is being replaced."""
+        self.published = False
+        """Whether the directory has the name ``D`` for good: no later failure removes anything in it."""
+        self.recycle = False
+        """Whether there are files to write over."""
+        self._allow_other_files = allow_other_files
+        self._parent = parent
+        self._names: frozenset[str] = frozenset()
+        """Those of the files to write over."""
+        self._lock: OpenDirectory | None = None
+        self._closes_parent = parent is None
 
-    @property
-    def target_entry(self) -> Entry:
-        return self.parent.at(os.path.basename(self.target))
+    def owns(self, name: str) -> bool:
+        """Whether what has this name in ``D`` is part of a checkpoint, which a new one replaces."""
+        return is_checkpoint_file(name)
 
-    @property
-    def directory(self) -> OpenDirectory:
-        """The directory itself, which files are made in."""
-        assert self._lock is not None
-        return self._lock
+    def found(self) -> Found:
+        """What is at ``D``."""
+        return found_at(self.target, self.path)
 
-    @classmethod
-    @contextlib.contextmanager
-    def begin(cls, to: Target, *, overwrite: bool) -> Iterator[Transaction]:
-        """A block that commits a checkpoint. If it fails, the transaction aborts and raises a typed error."""
-        with saving(to.path), to.opened() as parent:
-            transaction = cls(parent, to.path, to.spare, overwrite)
+    def open(self) -> None:
+        """Opens the directory above, unless the caller has, and makes its name durable.
+
+        `RunMoved` if the path of that directory leads elsewhere since it was opened.
+        """
+        parent = self._parent
+        if parent is None:
+            parent = self._parent = fs.open_directory(os.path.dirname(self.target))
+        else:
+            require_current(parent)
+        fs.anchor(parent.path, once=True)
+        self.parent = parent
+        self.entry = parent.at(os.path.basename(self.path))
+        self.target_entry = parent.at(os.path.basename(self.target))
+
+    def __enter__(self) -> Transaction:
+        try:
+            self.open()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
             try:
-                try:
-                    fs.anchor(parent.path, once=True)
-                    yield transaction
-                except BaseException:
-                    transaction.abort()
-                    raise
-                finally:
-                    transaction.release()
-            except BaseException:
-                transaction.release()  # an interrupt may have struck before the other call had done anything
-                raise
+                if error is not None:
+                    self.abort()
+            finally:
+                self.release()
+        except BaseException:
+            self.release()  # an interrupt may have struck before the other call had done anything
+            raise
+        if error is not None:
+            failed = as_failed_save(error, self.target)
+            if failed is not error:
+                raise failed from error
 
     def refuse_existing(self) -> None:
         """Raises the error of `publish` early, before anything large is written."""
-        refuse_existing(self.target, overwrite=self.overwrite)
+        if not self.overwrite and fs.exists(self.target) and self.found() in ("checkpoint", "something else"):
+            raise _exists(self.target)
 
     def make(self) -> None:
         """Step 1. From here on it is held against others."""
-        self.recycle = self._take_spare()
-        if self.recycle:
-            return
+        if self.spare is not None:
+            self.recycle = self._take_spare(self.spare)
+            if self.recycle:
+                assert self._lock is not None
+                self.directory = self._lock
+                return
         for _ in range(_ATTEMPTS):
             try:
                 self._lock = fs.make_directory(self.entry)
@@ -164,47 +178,41 @@ class Transaction:
                 break
         if self._lock is None:
             raise self._locked()
+        self.directory = self._lock
 
     def keep_only(self, names: Collection[str]) -> None:
         """Removes the files of a retired checkpoint that the new one does not write over."""
-        for name in self._names.difference(names) if self.recycle else ():
+        for name in self._names.difference(names):
             fs.unlink(self.directory.at(name))
 
     def seal(
         self,
-        names: Collection[str],
         manifest: bytes | bytearray | None,
-        written: Sequence[WriteJob | PendingFile] | None = None,
+        written: Sequence[WriteJob | PendingFile] = (),
         *,
+        names: Collection[str] | None = None,
         unneeded: Iterable[str] = (),
     ) -> None:
-        """Steps 3 and 4. `names`: all files of the checkpoint in this directory.
+        """Steps 3 and 4, for the files that this process has `written` and not synced.
 
-        `written`: those that this process wrote and has not synced. None: ranks have synced their own.
+        `names`: all files of the checkpoint in this directory, if this process wrote them all.
         `unneeded`: further files, which are removed when the manifest is there.
         """
         if manifest is None:
-            self._sync(names, written or ())
+            fs.sync(written, None if self._are_durable(names, written) else self.directory)
             return
         with fs.write_file(self.directory.at(MANIFEST), manifest, recycle=self.recycle) as file:
             for name in unneeded:
                 fs.unlink(self.directory.at(name))
-            self._sync(names if written is not None else (), [*(written or ()), file])
+            files = [*written, file]
+            fs.sync(files, None if self._are_durable(names, files) else self.directory)
 
-    def _sync(self, names: Collection[str], files: Sequence[WriteJob | PendingFile]) -> None:
-        fs.sync(files, None if self._names_are_durable(names, files) else self.directory)
-
-    def _names_are_durable(self, names: Collection[str], files: Sequence[WriteJob | PendingFile]) -> bool:
+    def _are_durable(self, names: Collection[str] | None, files: Sequence[WriteJob | PendingFile]) -> bool:
         """Whether all are names of a spare that are known to be on the disk, with no file made or removed."""
-        if not self.recycle:
+        if not self.recycle or names is None:
             return False
         assert self.spare is not None
-        return (
-            bool(names)
-            and self.spare.synced
-            and self._names == set(names)
-            and not any(file.fresh() for file in files)
-        )
+        return self.spare.synced and self._names == set(names) and not any(file.fresh() for file in files)
 
     def publish(self, replaced: Callable[[], None] | None = None) -> None:
         """Steps 5 and 6. After a failed sync it takes the name back: readers must not find a failed save.
@@ -216,8 +224,8 @@ class Transaction:
             with contextlib.suppress(FileExistsError):
                 self._change_names(fs.rename_new)
                 return
-        found = found_at(self.target, self.path)
-        if found == "empty" or (found == "others" and self.allow_other_files):
+        found = self.found()
+        if found == "empty" or (found == "others" and self._allow_other_files):
             self._settle_in()
             return
         if found != "checkpoint" or not self.overwrite:
@@ -228,12 +236,12 @@ class Transaction:
         if old is None:
             raise self._locked()
         try:
-            carry_over(old, self.directory)
+            carry_over(old, self.directory, self.owns)
             self._change_names(fs.exchange)
             if replaced is not None:
                 replaced()
             with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
-                carry_over(old, self.directory)
+                carry_over(old, self.directory, self.owns)
                 fs.remove_tree(self.entry)
         finally:
             old.release()
@@ -241,15 +249,20 @@ class Transaction:
     def abort(self) -> None:
         """Cleans up after a failure. If files cannot be removed now, the next writer removes them."""
         if self._lock is not None and self.names_certain and not self.published:
-            with contextlib.suppress(OSError):  # the failure to report is the one before
-                fs.remove_entries(self._lock)
-                fs.rmdir(self.entry)
+            self._remove(self._lock)
+
+    def _remove(self, directory: OpenDirectory) -> None:
+        with contextlib.suppress(OSError):  # if there is a failure to report, it is the one before
+            fs.remove_entries(directory)
+            fs.rmdir(self.entry)
 
     def release(self) -> None:
         """A second time does nothing."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+        if self._closes_parent and self._parent is not None:
+            self._parent.release()
 
     def _settle_in(self) -> None:
         """Steps 5 and 6 where a directory without a checkpoint is. Its lock keeps readers waiting."""
@@ -259,7 +272,7 @@ class Transaction:
         self.names_certain = False  # the next writer needs it to take back what could not be
         try:
             link_into(self.directory, into, self.parent)
-            self.names_certain = True
+            self.published = self.names_certain = True
         except FileExistsError:
             self.names_certain = True
             raise _exists(self.target) from None
@@ -268,7 +281,7 @@ class Transaction:
             raise
         finally:
             into.release()
-        self.abort()  # every file has its second name by now
+        self._remove(self.directory)  # every file has its second name by now
 
     def _change_names(self, move: Callable[[Entry, Entry], None]) -> None:
         self.names_certain = False
@@ -287,18 +300,16 @@ class Transaction:
         self.published = True
         self.names_certain = True
 
-    def _take_spare(self) -> bool:
+    def _take_spare(self, retired: Spare) -> bool:
         """Renames the spare to ``D.partial``. False: there is none, or others read it or share its files.
 
         What holds it is kept here from the first moment on: an interrupt may strike at any later one.
         """
-        if self.spare is None:
-            return False
-        spare = self.parent.at(self.spare.name)
+        spare = self.parent.at(retired.name)
         try:
             self._lock = try_lock_directory(spare)
         except (FileNotFoundError, NotADirectoryError):
-            return False  # somebody has taken it away
+            return False  # it has been removed meanwhile
         if self._lock is None:
             return False
         taken = False
@@ -317,7 +328,8 @@ class Transaction:
             raise
         finally:
             if not taken:
-                self.release()  # it is still the spare, and not to be removed
+                self._lock.release()  # it is still the spare, and not to be removed
+                self._lock = None
         return True
 
     def _remove_leftover(self) -> None:
@@ -354,7 +366,7 @@ class Transaction:
             into.release()
 
     def _locked(self) -> Locked:
-        return Locked(f"another process is saving to {self.target}; a checkpoint has one writer at a time")
+        return Locked(f"another process is saving to {self.target}: wait for it, or choose another path")
 
 
 def _files_of_our_own(directory: OpenDirectory) -> frozenset[str] | None:
@@ -370,14 +382,6 @@ def _files_of_our_own(directory: OpenDirectory) -> frozenset[str] | None:
         return None  # what cannot be looked at is not written over
     alone = all(stat.S_ISREG(info.st_mode) and info.st_nlink == 1 for info in found)
     return names if alone else None
-
-
-def refuse_existing(target: str, *, overwrite: bool) -> None:
-    """Raises the error of `Transaction.publish` early."""
-    if overwrite or not fs.exists(target):
-        return
-    if found_at(target, target + PARTIAL) in ("checkpoint", "something else"):
-        raise _exists(target)
 
 
 def _exists(target: str) -> CheckpointExists:

@@ -20,7 +20,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from everystep.engine import SAVING, Memory, WritePiece, choose_backend, fresh_bytes, fs, write
@@ -28,7 +28,7 @@ from everystep.engine.atomic_file import replace_file
 from everystep.engine.fs import OpenDirectory
 from everystep.errors import EverystepError, StorageMissing
 from everystep.format.checksums import digest
-from everystep.store.commit.shard_writer import ShardLocation
+from everystep.store.commit.transaction import Transaction
 from everystep.store.locks import path_to_read
 from everystep.store.names import (
     ANY_SHARD,
@@ -103,17 +103,6 @@ def _home(owner: str, known: bytes) -> str:
     return f"{sendable(os.path.basename(owner))}-{digest(known)[:8]}"
 
 
-def locations(volumes: Sequence[str], target: str, id: str) -> list[ShardLocation]:
-    """Where the shards of a checkpoint go. Nothing is made yet: a volume may get none."""
-    host = socket.gethostname()
-    found: list[ShardLocation] = []
-    for volume in volumes:
-        _require(volume)
-        directory = os.path.join(volume, home(target), id)
-        found.append(ShardLocation(None, directory, host))
-    return found
-
-
 def _require(volume: str) -> None:
     if not os.path.isdir(volume):
         raise StorageMissing(
@@ -123,33 +112,47 @@ def _require(volume: str) -> None:
 
 
 class Ledger:
-    """The ids of a run's checkpoints whose shards are to go, until all ranks have been told.
+    """The ids of a run's checkpoints whose shards are to go, until all ranks have removed theirs.
 
-    Only the run's writer changes it. It is not synced: a lost entry only costs space on the volumes. It may
-    be older than the run, so readers of it leave out live checkpoints.
+    Only the run's writer changes it, and writes it at most once per save: when a checkpoint is retired or
+    replaced, or a save fails. It is not synced. A lost entry only costs space on the volumes; one that is
+    there too long (all shards are gone, but the next write comes later, or never) is swept a second time,
+    which finds nothing. It may be older than the run, so readers of it leave out live checkpoints.
     """
 
     def __init__(self, run: OpenDirectory) -> None:
         self._run = run
+        self._swept: frozenset[str] = frozenset()
+        """Entries whose shards are gone: the next write leaves them out."""
 
     def read(self) -> set[str]:
         try:
             with open(LEDGER, encoding="ascii", errors="replace", opener=self._open) as file:
-                return set(filter(CHECKPOINT_ID.fullmatch, file.read(_MAX_LEDGER_NBYTES).split()))
+                found = set(filter(CHECKPOINT_ID.fullmatch, file.read(_MAX_LEDGER_NBYTES).split()))
         except OSError:
             return set()
+        return found - self._swept
 
     def _open(self, name: str, flags: int) -> int:
         return fs.open_regular(name, self._run.fileno(), flags)
 
     def write(self, ids: Iterable[str]) -> None:
+        """Makes these the entries. Nothing is written if they are already, in a file that exists."""
+        ids = set(ids)
+        if ids == self.read() and fs.exists(self._run.at(LEDGER)):
+            return
         data = "".join(f"{id}\n" for id in sorted(ids)).encode("ascii")
         try:
             replace_file(LEDGER, data, within=self._run, synced=False)
         except OSError:
-            # An old one may speak of what has been committed since.
+            # An old one may name what has been committed since.
             with contextlib.suppress(OSError):
                 fs.unlink(self._run.at(LEDGER))
+        self._swept = frozenset()
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """All ranks have removed the shards of these."""
+        self._swept |= frozenset(ids)
 
     def sweep(self) -> None:
         """Removes what a writer of the run has left that was killed while it replaced a file."""
@@ -169,6 +172,103 @@ class Ledger:
             self.add(id for name in names for id in left_behind(path_to_read(self._run, name)))
 
 
+class OutsideShards:
+    """What one save does about shards on volumes: its own, and those of checkpoints that are gone.
+
+    The coordinator's order: `find_dead`, `mark`, `sweep`, then `forget_replaced`, `committed`; or `failed`.
+    The other ranks only `sweep`, and `remove_own` if the save fails.
+    """
+
+    def __init__(
+        self,
+        volumes: Sequence[str],
+        rank: int,
+        *,
+        ledger: Ledger | None = None,
+        live: Collection[str] | None = None,
+    ) -> None:
+        """`volumes`: this rank's. `ledger`: of a run whose shards go to volumes, on the coordinator.
+
+        `live`: the ids of such a run's checkpoints, whose shards stay. None: one of them cannot be read, so
+        all shards stay.
+        """
+        self._volumes = volumes
+        self._rank = rank
+        self._ledger = ledger
+        self._live = live
+        self.dead: frozenset[str] = frozenset()
+        """The checkpoints whose shards are removed before anything is written, to free space."""
+        self.replaced: tuple[str, ...] = ()
+        """The checkpoint whose shards are removed after this commit."""
+        self.marks: list[str] = []
+        """Files that are removed from ``D.partial`` before it becomes a checkpoint."""
+
+    def directories(self, target: str, id: str) -> list[str]:
+        """Where the shards of a checkpoint go. Nothing is made yet: a volume may get none."""
+        for volume in self._volumes:
+            _require(volume)
+        return self._homes(target, id)
+
+    def _homes(self, target: str, id: str) -> list[str]:
+        return [os.path.join(volume, home(target), id) for volume in self._volumes]
+
+    def find_dead(self, transaction: Transaction) -> None:
+        """Before the partial directory is made, which removes what an earlier save has left there."""
+        parent, ledger = transaction.parent, self._ledger
+        if ledger is None:
+            self.dead = frozenset(left_behind(path_to_read(parent, transaction.entry.name)))
+        elif self._live is not None:
+            self.dead = frozenset(ledger.read().difference(self._live))
+        if transaction.overwrite and fs.exists(transaction.target_entry):
+            found = id_at(path_to_read(parent, transaction.target_entry.name))
+            self.replaced = () if found is None else (found,)
+
+    def mark(self, partial: OpenDirectory, id: str) -> None:
+        """Names in ``D.partial`` this save, and those whose shards are to go: for ranks on other hosts, which
+        look for it, and for the next save, in case this one does not finish.
+
+        The ledger learns of this save only if it fails, or by its mark. If it were noted now, a kill after
+        the commit would leave a checkpoint that counts as dead once it is moved out of its run. For the same
+        reason live checkpoints are taken out of the ledger here. It must exist: `Ledger.add_leftovers`.
+        """
+        marks = {*self.dead, id}
+        if self._ledger is not None:
+            marks = {id}
+            self._ledger.write(self._ledger.read() if self._live is None else self.dead)
+        self.marks = [name + SAVE_MARK for name in marks]
+        for name in self.marks:
+            os.close(fs.open_regular(name, partial.fileno(), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+
+    def sweep(self, target: str, dead: Iterable[str]) -> None:
+        """Removes this rank's shards of dead checkpoints. Files that cannot be removed stay."""
+        for id in dead:
+            for directory in self._homes(target, id):
+                remove(directory)
+
+    def forget_replaced(self, target: str) -> None:
+        """The old checkpoint is replaced for good: its shards are dead."""
+        if self._ledger is not None:
+            self._ledger.add(self.replaced)
+        self.sweep(target, self.replaced)
+
+    def committed(self) -> None:
+        if self._ledger is not None:
+            self._ledger.forget(self.dead)
+
+    def failed(self, transaction: Transaction, id: str) -> None:
+        """On the coordinator: removes what it has written, and notes what others may still be writing."""
+        if id_at(path_to_read(transaction.parent, transaction.target_entry.name)) == id:
+            return
+        if self._ledger is not None:
+            self._ledger.add([id])
+        self.remove_own(transaction.target, id, last=True)
+
+    def remove_own(self, target: str, id: str, *, last: bool) -> None:
+        """Removes what this rank has written, after a failure. `last`: nobody writes there any more."""
+        for directory in self._homes(target, id):
+            remove_files_of(directory, self._rank, last=last)
+
+
 def id_at(path: str) -> str | None:
     """The id of the checkpoint at a path; None when there is none, or it cannot be told."""
     try:
@@ -178,21 +278,9 @@ def id_at(path: str) -> str | None:
         return None
 
 
-def mark(partial: OpenDirectory, ids: Iterable[str]) -> None:
-    """Names saves in a ``D.partial``: the one that is under way there, and those whose shards are to go."""
-    for id in ids:
-        os.close(fs.open_regular(id + SAVE_MARK, partial.fileno(), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-
-
 def is_marked(partial: OpenDirectory, id: str) -> bool:
     """Whether this is the directory of that save."""
     return fs.exists(partial.at(id + SAVE_MARK))
-
-
-def remove_marks(partial: OpenDirectory, ids: Iterable[str]) -> None:
-    """Before it becomes a checkpoint."""
-    for id in ids:
-        fs.unlink(partial.at(id + SAVE_MARK))
 
 
 def left_behind(partial: str) -> set[str]:
@@ -219,13 +307,6 @@ def homes_of(path: str) -> tuple[str | None, set[str]]:
         here = {file.volume for file in files if file.volume is not None and file.host == host}
         found = {volume for volume in here if CHECKPOINT_ID.fullmatch(checkpoint.id) and volume.endswith(own)}
         return checkpoint.id if files else None, found
-
-
-def sweep(volumes: Sequence[str], target: str, dead: Iterable[str]) -> None:
-    """Removes the shards of dead checkpoints. Files that cannot be removed stay."""
-    for id in dead:
-        for volume in volumes:
-            remove(os.path.join(volume, home(target), id))
 
 
 def remove_files_of(directory: str, rank: int, *, last: bool) -> None:

@@ -7,7 +7,6 @@
 | `message_store` | messages over the process group's store; what it means when the store is gone |
 | `replies` | who was not heard of, where an answer of every rank is needed |
 | `save_round` | what ranks say to each other during a save |
-| `coordinated` | the driver of a commit by several ranks, or onto several volumes |
 | `errors` | how ranks tell each other what went wrong |
 | `group` | the ranks that save and load together: from joining to closing |
 | `write_shares` | which fragments each rank writes |

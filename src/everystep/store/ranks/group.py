@@ -2,7 +2,7 @@
 
 Owns the order of a save on one rank: join the others, take the state apart, learn the write share, write it.
 If anything fails on the way, the others are told. The messages belong to `everystep.store.ranks.save_round`,
-the plan to `write_shares`, the commit to `everystep.store.ranks.coordinated`, loading to `shared_load`. A
+the plan to `write_shares`, the commit to `everystep.store.commit.driver`, loading to `shared_load`. A
 single process that writes to several volumes is a group of one.
 """
 
@@ -21,16 +21,17 @@ import msgspec
 from everystep.errors import RankFailed, RanksDisagree
 from everystep.state import Flat, LeafSource, flatten
 from everystep.store.commit import volumes
+from everystep.store.commit.driver import Commit
 from everystep.store.commit.info import CheckpointInfo
-from everystep.store.commit.manifest import Identity
 from everystep.store.commit.observer import SaveObserver
 from everystep.store.commit.round import ALONE
-from everystep.store.commit.transaction import Target
+from everystep.store.commit.share import Share
+from everystep.store.commit.transaction import Transaction
+from everystep.store.commit.volumes import Ledger, OutsideShards
 from everystep.store.names import sendable
 from everystep.store.options import WriteSettings
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.consensus import all_or_none
-from everystep.store.ranks.coordinated import CoordinatedCommit, WriteShare
 from everystep.store.ranks.errors import failing_the_save
 from everystep.store.ranks.replies import all_heard
 from everystep.store.ranks.save_round import STRAGGLER_SECONDS, Call, Calls, Plan, SaveRound
@@ -81,7 +82,7 @@ class Ready:
     id: str
     created: float
     flat: Flat
-    share: WriteShare
+    share: Share
 
 
 class RankGroup:
@@ -231,14 +232,13 @@ class RankGroup:
     def commit(
         self,
         ready: Ready,
-        target: Target,
+        transaction: Transaction,
         step: int,
         metrics: Mapping[str, float],
         *,
         groups: Sequence[Sequence[LeafSource]] | None = None,
         observer: SaveObserver | None = None,
-        overwrite: bool = False,
-        ledger: volumes.Ledger | None = None,
+        ledger: Ledger | None = None,
         live: Collection[str] | None = None,
     ) -> CheckpointInfo:
         """Writes this rank's share; returns when the whole checkpoint is durable.
@@ -249,20 +249,22 @@ class RankGroup:
         far = transport is not None and any(
             member.host != transport.members[0].host for member in transport.members
         )
-        commit = CoordinatedCommit(
-            target,
-            Identity(ready.id, step, ready.created, metrics),
+        outside = None
+        if far or self.has_volumes:
+            outside = OutsideShards(self.settings.volumes, self.rank, ledger=ledger, live=live)
+        commit = Commit(
+            transaction,
+            step,
+            metrics,
             self.settings.tuning,
-            self.shares.agreement(),
-            ready.save_round or ALONE,
-            self.settings.volumes,
-            overwrite,
-            ledger,
-            None if live is None else frozenset(live),
-            far or self.has_volumes,
+            id=ready.id,
+            created=ready.created,
+            round=ready.save_round or ALONE,
+            outside=outside,
+            agreement=self.shares.agreement(),
         )
         try:
-            return commit.run(ready.flat, ready.share, groups, observer)
+            return commit.run(ready.share, groups, observer)
         except BaseException:
             self._plan_anew()
             raise

@@ -26,9 +26,10 @@ from everystep.plan.topology import Topology, Writers
 from everystep.plan.volumes import stripe
 from everystep.plan.world import Beside, besides, merge_views
 from everystep.state import Flat, LeafSource
+from everystep.store.commit.driver import Agreement
 from everystep.store.commit.manifest import require_complete
 from everystep.store.commit.round import ShareWritten
-from everystep.store.commit.shard_writer import Description
+from everystep.store.commit.share import Share
 from everystep.store.options import Replicas
 from everystep.store.ranks.checks.layouts import Crossings, check_layouts, crossing_samples, crossings_of
 from everystep.store.ranks.checks.replicas import (
@@ -49,7 +50,6 @@ from everystep.store.ranks.checks.values import (
     structure_digest,
 )
 from everystep.store.ranks.checks.views import exchange_views
-from everystep.store.ranks.coordinated import Agreement, WriteShare
 from everystep.store.ranks.save_round import Ready
 from everystep.store.ranks.transport import Transport
 
@@ -161,7 +161,7 @@ class WriteShares:
             check_replicas(transport, flat.leaves, layouts, self._timeout)
             check_layouts(transport, flat.leaves, layouts, besides(views, layouts), self._timeout)
 
-    def of(self, flat: Flat) -> WriteShare:
+    def of(self, flat: Flat) -> Share:
         """This rank's share of a state that was looked at, and that the plan at hand is for."""
         assert self._known is not None
         planned = self._known[1]
@@ -171,22 +171,20 @@ class WriteShares:
         for volume, owned in enumerate(planned.mine):
             fragments += sources(owned, planned.leaves, flat.leaves, volume)
         speaks = planned.speakers[rank] == rank
-        description = Description(
-            (*(flat.aliases if speaks else ()), *flat.local_aliases),
-            flat.local,
-            flat.tree if speaks and rank > 0 else None,
-        )
+        several = len(set(planned.speakers)) > 1
         blobs = blob_digests(flat.leaves)
-        return WriteShare(
-            (*fragments, *flat.local_leaves),
-            description,
-            planned.fingerprint,
-            planned.layout,
-            len(planned.leaves),
-            planned.nbytes,
-            {**self._outline.values, **blobs},
-            {**facts_of(flat.tree).values, **blobs} if speaks and len(set(planned.speakers)) > 1 else {},
-            {**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
+        return Share(
+            tree=flat.tree if speaks else None,
+            leaves=(*fragments, *flat.local_leaves),
+            aliases=(*(flat.aliases if speaks else ()), *flat.local_aliases),
+            local=flat.local,
+            count=len(planned.leaves),
+            whole_nbytes=planned.nbytes,
+            plan=planned.fingerprint,
+            layout=planned.layout,
+            values={**self._outline.values, **blobs},
+            facts={**facts_of(flat.tree).values, **blobs} if speaks and several else {},
+            samples={**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
         )
 
     def agreement(self) -> Agreement:
