@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from everystep.engine import faults
 from everystep.errors import MutatedDuringSave, SaveFailed
 from everystep.integrations.deepspeed import tags
 from everystep.integrations.deepspeed.saves import TagSave
+from support.crashes.power_cuts import Budget, Disk
 
 MODEL = "mp_rank_00_model_states.pt"
 SECONDS = 60
@@ -102,6 +104,35 @@ def test_a_kill_at_every_third_call_leaves_the_tag_before_or_the_new_one(tmp_pat
     assert found[0] == {1}
     assert found[-1] == {2}
     assert len(found) > 8
+
+
+@pytest.mark.parametrize("tag", ["a", "b"], ids=["replaced", "new"])
+def test_a_power_cut_leaves_the_tag_before_or_the_new_one(tmp_path: Path, tag: str) -> None:
+    root, after = tmp_path / "disk", tmp_path / "after"
+    root.mkdir()
+    after.mkdir()
+    with faults.traced() as first:
+        save(root, "a", 1)
+    with faults.traced() as second:
+        save(root, tag, 2)
+    earlier, events = (
+        [event for event in some if event.path.startswith(str(root))] for some in (first, second)
+    )
+    disk, rng, tried = Disk(root), random.Random(0), set()
+    for event in earlier:
+        disk.replay(event)
+    found: set[int] = set()
+    for number, event in enumerate(events, 1):
+        disk.replay(event)
+        for image in disk.crashes(Budget(), rng):
+            reported = number == len(events)
+            if (image.digest(), reported) not in tried:
+                tried.add((image.digest(), reported))
+                image.write(after)
+                found = content(after)
+                assert found in (({2},) if reported else ({1}, {2}))
+    assert found == {2}
+    assert len(tried) > 40
 
 
 def test_a_change_while_the_training_goes_on_fails_the_save(tmp_path: Path) -> None:
