@@ -635,6 +635,29 @@ def test_restoring_a_step_that_no_checkpoint_can_have_is_refused(run: Path, step
         checkpointer.restore(step)
 
 
+def failed_save(checkpointer: Checkpointer) -> None:
+    with faults.injected("sync_dir:1:EIO+"):
+        pending = checkpointer.save(1)
+        assert pending is not None
+        assert pending.wait_for_end(60)
+
+
+def fails_in_its_training(run: Path) -> None:
+    with Checkpointer(run, {"w": np.zeros(3)}, mode="snapshot") as checkpointer:
+        failed_save(checkpointer)
+        raise KeyError("of the training")
+
+
+def test_the_error_that_ends_a_training_is_the_one_to_see(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="SaveFailed"), pytest.raises(KeyError, match="of the training"):
+        fails_in_its_training(tmp_path / "block")
+    checkpointer = Checkpointer(tmp_path / "call", {"w": np.zeros(3)}, mode="snapshot")
+    failed_save(checkpointer)
+    with pytest.warns(RuntimeWarning, match="SaveFailed"):
+        checkpointer.close(KeyError("of the training"))
+    Checkpointer(tmp_path / "call").close()  # the run is free
+
+
 def test_a_closed_checkpointer_refuses_and_can_be_closed_again(run: Path) -> None:
     checkpointer = Checkpointer(run, blank(), mode="sync")
     checkpointer.close()

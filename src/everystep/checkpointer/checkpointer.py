@@ -237,17 +237,17 @@ class Checkpointer:
     ) -> PendingSave | None:
         self._observers.tell(Completed(step))
         earlier = self._task
-        decision = self._duty.decide(step, now)
-        if not decision.due:
+        due, signal, save_round = self._duty.decide(step, now)
+        if not due:
             self._report(earlier)
             return None
         try:
             self._require_ended(earlier, step)
             self._context.retention.require_ours(step)
         except BaseException as error:
-            self._group.failed(decision.save_round, error)
+            self._group.failed(save_round, error)
             raise
-        task = SaveTask(self._context, step, self._mode, decision.save_round)
+        task = SaveTask(self._context, step, self._mode, save_round)
         try:
             state = self.state if passed is None else passed
             task.prepare(state, metrics, bound=passed is None)
@@ -262,8 +262,8 @@ class Checkpointer:
             task.interrupted = True  # at once: another signal may come before the next line
             task.give_up(error)
             raise
-        if decision.signal is not None:
-            self._end_process(task, decision.signal)
+        if signal is not None:
+            self._end_process(task, signal)
         self._report(earlier)
         if self._mode == "sync":
             self._report(task)
@@ -456,8 +456,25 @@ class Checkpointer:
                 "only that process may use it"
             )
 
-    def close(self) -> None:
-        """Finishes the save under way and releases the run's lock. Raises the error of a save that failed."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Finishes the save under way and releases the run's lock. Raises the error of a save that failed.
+
+        Args:
+            error: The error that ends the training, if one does, which is the one to see: an error of the
+                save under way is a warning then.
+        """
+        if error is None:
+            self._close()
+            return
+        if self._group.transport is not None and forks() == self._forks:
+            # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
+            self._duty.close()
+        try:
+            self._close()
+        except Exception as failure:
+            warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=stack_level())
+
+    def _close(self) -> None:
         if self._closed or forks() != self._forks:
             return
         task, patience = self._task, self._group.patience
@@ -496,16 +513,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        if self._group.transport is not None and forks() == self._forks:
-            # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
-            self._duty.close()
-        try:
-            self.close()
-        except Exception as failure:  # the error that ends the block is the one to see
-            warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=stack_level())
+        self.close(error)
 
 
 def check_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from types import FrameType
 
 from everystep.checkpointer.schedule import Schedule
@@ -116,15 +115,6 @@ def _leave_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """`due`: save now. `signal`: end the process then. `save_round`: the ranks' messages about this save."""
-
-    due: bool
-    signal: str | None
-    save_round: SaveRound | None
-
-
 class PreemptionDuty:
     """Of one Checkpointer. Without `listens`, signals are left alone."""
 
@@ -139,11 +129,12 @@ class PreemptionDuty:
         """The name of the signal that asked this process to end, if one did."""
         return None if self._preemption is None else self._preemption.received
 
-    def decide(self, step: int, now: float) -> Decision:
-        """What this call of `save` does."""
+    def decide(self, step: int, now: float) -> tuple[bool, str | None, SaveRound | None]:
+        """Whether this call of `save` saves; the signal after which the process then ends, if any; and the
+        ranks' messages about this save."""
         group, signal = self._group, self.received
         if group.transport is None:
-            return Decision(signal is not None or self._schedule.due(step, now), signal, None)
+            return signal is not None or self._schedule.due(step, now), signal, None
         if group.is_coordinator:
             signal = signal or group.signalled()
         elif signal is not None:
@@ -151,7 +142,7 @@ class PreemptionDuty:
         due = group.is_coordinator and (signal is not None or self._schedule.due(step, now))
         save_round = group.begin("the Checkpointer's save", step, due=due, signal=signal)
         assert save_round is not None
-        return Decision(save_round.call.due, save_round.call.signal, save_round)
+        return save_round.call.due, save_round.call.signal, save_round
 
     def fulfilled(self, run: str, step: int, signal: str) -> int | None:
         """That step is durable. Returns the exit code to end with; None: other Checkpointers save first."""

@@ -78,7 +78,7 @@ class Snapshot(Extension):
     def on_error(self, trainer: Any, exc: Exception, tb: Any) -> None:
         checkpointer, self.checkpointer = self.checkpointer, None
         if checkpointer is not None:
-            checkpointer.__exit__(type(exc), exc, tb)
+            checkpointer.close(exc)
 
     def finalize(self) -> None:
         checkpointer, self.checkpointer = self.checkpointer, None

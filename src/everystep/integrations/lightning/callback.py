@@ -191,7 +191,7 @@ class EverystepCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
-            checkpointer.__exit__(type(exception), exception, exception.__traceback__)
+            checkpointer.close(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None

@@ -95,7 +95,7 @@ class EverystepMixin(_Base):
             output = self._train(None if new else resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             if self._run is not None:
-                self._run.__exit__(type(error), error, error.__traceback__)
+                self._run.close(error)
             raise
         if self._run is not None:
             self._run.close()
