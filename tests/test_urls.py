@@ -62,7 +62,7 @@ def test_a_url_is_refused_and_nothing_is_made(call: str, url: str | Path) -> Non
 
 
 @pytest.mark.parametrize("url", [*URLS, Named()], ids=["text", "path", "file", "PathLike"])
-def test_dcp_is_told_that_a_url_cannot_be_used(url: Any) -> None:
+def test_dcp_gets_the_error_for_a_url(url: Any) -> None:
     from everystep.integrations.dcp import Reader, Writer
 
     assert not Reader.validate_checkpoint_id(url)

@@ -252,7 +252,7 @@ def test_metrics_are_taken_when_save_is_called(tmp_path: Path) -> None:
         assert {type(value) for value in found.values()} == {float}
 
 
-def test_three_stay_unless_told_otherwise(tmp_path: Path) -> None:
+def test_three_stay_by_default(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, at(0), mode="sync") as checkpointer:
         for step in range(8):
             checkpointer.save(step)
@@ -316,7 +316,7 @@ def test_saving_a_step_of_ones_own_again_replaces_it(run: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "snapshot"])
-def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mode: Any) -> None:
+def test_the_first_save_of_a_new_training_in_a_used_run_fails(run: Path, mode: Any) -> None:
     with Checkpointer(run, at(99), every=10, mode=mode) as checkpointer:
         assert checkpointer.last_durable is None
         for step in (1, 10):  # also where nothing would be saved yet: now is the time to say it
@@ -334,7 +334,7 @@ def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mo
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_preempted_training_in_a_used_run_is_told_so_as_well(run: Path) -> None:
+def test_a_preempted_training_in_a_used_run_fails_as_well(run: Path) -> None:
     with Checkpointer(run, at(99), every=100, mode="sync") as checkpointer:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(everystep.errors.RunInUse):
@@ -552,7 +552,7 @@ def test_a_checkpointer_that_nothing_refers_to_any_more_gives_its_run_back(tmp_p
         gc.enable()
 
 
-def test_the_mode_of_an_overlapped_run_is_still_told_when_it_is_closed(tmp_path: Path) -> None:
+def test_the_mode_of_an_overlapped_run_is_still_known_when_it_is_closed(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     with Checkpointer(tmp_path, state) as ckpt:

@@ -183,7 +183,7 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
 
 
 @pytest.mark.parametrize("workers", [2])
-def test_forked_workers_during_a_save_harm_nobody(tmp_path: Path, workers: int) -> None:
+def test_forked_workers_during_a_save_do_no_harm(tmp_path: Path, workers: int) -> None:
     script = f"""
     class Squares(torch.utils.data.Dataset):
         def __len__(self): return 32
@@ -410,7 +410,7 @@ def test_a_checkpointer_of_another_thread_does_not_keep_signals_from_being_heard
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path) -> None:
+def test_a_signal_with_another_handler_is_left_to_it(tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
@@ -447,7 +447,7 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("fault", ["write:3:EIO", "sync:3:EIO", "rename:3:EIO", "any:12:ENOSPC"])
-def test_a_failure_in_the_background_is_told_once_and_training_goes_on(tmp_path: Path, fault: str) -> None:
+def test_a_failure_in_the_background_is_raised_once_and_training_goes_on(tmp_path: Path, fault: str) -> None:
     model, optimizer, ckpt = training(tmp_path)
     told: list[everystep.SaveFailed] = []
     with ckpt, faults.injected(fault):
@@ -469,7 +469,7 @@ def test_a_failure_in_the_background_is_told_once_and_training_goes_on(tmp_path:
     assert all(everystep.verify(tmp_path / f"step-{step:012d}").problems == () for step in ckpt.steps)
 
 
-def test_every_failed_save_is_told_of_and_the_last_durable_one_stays(tmp_path: Path) -> None:
+def test_every_failed_save_raises_and_the_last_durable_one_stays(tmp_path: Path) -> None:
     model, optimizer, ckpt = training(tmp_path, on_error="warn")
     ckpt.save(1)
     ckpt.wait()

@@ -206,7 +206,7 @@ def test_reading_what_is_not_there(tmp_path: Path) -> None:
         read_events(tmp_path / "elsewhere")
 
 
-def test_text_that_is_not_utf8_or_very_long_is_still_told(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_or_very_long_is_still_logged(tmp_path: Path) -> None:
     odd = Failed(step=1, time=0.0, mode="sync", error="SaveFailed", message="at /runs/\udcff")
     long = PassedOver(step=2, time=0.0, reason="\N{SNOWMAN}" * 100_000)
     write_all(tmp_path, odd, long)
@@ -244,7 +244,7 @@ def test_a_log_found_too_large_makes_way_too(tmp_path: Path, monkeypatch: pytest
     assert steps(tmp_path) == list(range(21))
 
 
-def test_a_log_rotated_while_it_is_read_is_not_told_twice(tmp_path: Path) -> None:
+def test_a_log_rotated_while_it_is_read_is_not_read_twice(tmp_path: Path) -> None:
     write_all(tmp_path, restored(1))
     os.link(tmp_path / EVENTS_NAME, tmp_path / OLDER_NAME)
     assert steps(tmp_path) == [1]
@@ -338,7 +338,7 @@ def test_subscribers_hear_everything_until_they_leave() -> None:
     assert heard == [restored(1), restored(1), restored(2)]
 
 
-def test_a_subscriber_that_fails_is_named_and_stops_nobody(tmp_path: Path) -> None:
+def test_a_subscriber_that_fails_is_named_and_does_not_stop_others(tmp_path: Path) -> None:
     def careless(event: Event) -> None:
         raise KeyError("oops")
 

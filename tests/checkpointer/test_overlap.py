@@ -500,7 +500,7 @@ def test_stable_arrays_are_read_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:the state holds no optimizer")
 @pytest.mark.parametrize("mode", ["overlap", "snapshot"])
-def test_arrays_that_nobody_changes_are_read_in_place_in_any_mode(tmp_path: Path, mode: Mode) -> None:
+def test_arrays_that_cannot_change_are_read_in_place_in_any_mode(tmp_path: Path, mode: Mode) -> None:
     state = {"kept": unchanging(np.arange(1 << 18)), "own": np.zeros(1000)}
     with Checkpointer(tmp_path, state, mode=mode) as ckpt:
         ckpt.save(1)

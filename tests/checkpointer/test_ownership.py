@@ -89,7 +89,7 @@ def test_the_mark_per_rank_changes_nothing_about_ownership(bracketed: bool) -> N
     assert by_name == {"@0._.w": UPDATE if bracketed else None, "@0._.table": UNCHANGED}
 
 
-def test_what_several_optimizers_change_is_nobodys() -> None:
+def test_leaves_that_several_optimizers_change_have_no_owner() -> None:
     """Each waits for its own leaves only, so these are copied."""
     shared, own = nn.Linear(4, 4), nn.Linear(4, 4)
     first = torch.optim.Adam(shared.parameters())
@@ -107,7 +107,7 @@ def test_what_several_optimizers_change_is_nobodys() -> None:
         )
 
 
-def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
+def test_views_of_one_storage_are_distinguished_by_what_they_cover() -> None:
     storage = torch.zeros(100)
     left, middle, right = (
         nn.Parameter(storage[part]) for part in (slice(0, 40), slice(30, 60), slice(60, 100))
@@ -157,7 +157,7 @@ def test_an_update_by_either_of_two_optimizers_is_not_stored(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("move", ["share", "free"])
-def test_a_tensor_whose_storage_has_moved_is_told_and_not_looked_at(move: str) -> None:
+def test_a_tensor_whose_storage_has_moved_is_reported_and_not_read(move: str) -> None:
     weights = torch.ones(1 << 20)
     leaves = list(flatten({"w": weights}).leaves)
     guard = Guard({UNCHANGED: leaves})

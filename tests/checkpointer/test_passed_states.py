@@ -153,7 +153,7 @@ def test_hooked_optimizers_are_those_of_the_state_that_is_saved(tmp_path: Path) 
     assert not two._optimizer_step_pre_hooks
 
 
-def test_a_passed_state_that_is_copied_is_told_once_how_it_need_not_be(tmp_path: Path) -> None:
+def test_a_passed_state_that_is_copied_warns_once_with_the_remedy(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as ckpt:
         with pytest.warns(RuntimeWarning, match=COPIES):
             ckpt.save(1, {"w": np.ones(3)})

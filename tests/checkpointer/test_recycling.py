@@ -80,7 +80,7 @@ def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: 
             assert found["text"] == state["text"]
 
 
-def test_what_somebody_reads_is_not_written_over(tmp_path: Path) -> None:
+def test_files_that_are_being_read_are_not_written_over(tmp_path: Path) -> None:
     state = {"w": np.zeros(LARGE)}
     with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         checkpointer.save(0)

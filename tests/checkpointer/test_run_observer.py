@@ -61,7 +61,7 @@ def test_the_moments_of_a_run_come_in_order(tmp_path: Path) -> None:
     assert restoring.names == [("Restoring", None), ("Restored", 2), ("Closed", None)]
 
 
-def test_a_durable_checkpoint_is_told_of_before_retention_removes_anything(tmp_path: Path) -> None:
+def test_a_durable_checkpoint_is_announced_before_retention_removes_anything(tmp_path: Path) -> None:
     there: list[list[int]] = []
 
     class Looking:

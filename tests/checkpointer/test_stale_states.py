@@ -16,7 +16,7 @@ STALE = "the same as in the checkpoint before"
 
 
 @pytest.mark.parametrize("mode", ["sync", "snapshot"])
-def test_saving_the_same_arrays_twice_is_told_once(tmp_path: Path, mode: Any) -> None:
+def test_saving_the_same_arrays_twice_warns_once(tmp_path: Path, mode: Any) -> None:
     state = {"w": unchanging(np.ones(5)), "n": 1}
     with everystep.Checkpointer(tmp_path, state, mode=mode, preemption=False) as ckpt:
         ckpt.save(1)
@@ -28,7 +28,7 @@ def test_saving_the_same_arrays_twice_is_told_once(tmp_path: Path, mode: Any) ->
             ckpt.save(3)
 
 
-def test_new_arrays_and_arrays_that_can_change_are_not_told(tmp_path: Path) -> None:
+def test_new_arrays_and_arrays_that_can_change_bring_no_warning(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": unchanging(np.ones(5)), "frozen": unchanging(np.ones(3))}
     plain = {"w": np.ones(5), "gaps": unchanging(np.ones((5, 4))[:, ::2])}
     with warnings.catch_warnings():

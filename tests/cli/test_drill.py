@@ -221,7 +221,7 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert "Usage" in outcome.err
 
 
-def test_a_script_that_cannot_be_executed_is_told_how_to(
+def test_a_script_that_cannot_be_executed_is_an_error_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

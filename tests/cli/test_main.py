@@ -229,7 +229,7 @@ def test_a_closed_output_is_one_line(arguments: tuple[str, ...], tmp_path: Path)
     assert (result.returncode, result.stderr) == (1, "everystep: standard output is closed\n")
 
 
-def test_nobody_has_to_listen_to_errors(tmp_path: Path) -> None:
+def test_a_closed_stderr_does_not_matter(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1])
     assert shell("2>&-", "ls", str(run)).returncode == 0
     result = shell("2>&-", "ls", str(run / "nothing"))

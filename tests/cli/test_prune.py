@@ -221,7 +221,7 @@ def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
     assert steps(run) == [1, 2, 3, 4, 5]
 
 
-def test_one_that_somebody_reads_is_held_and_reported(tmp_path: Path) -> None:
+def test_one_that_is_being_read_is_held_and_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
     with everystep.open(step_path(run, 1)) as reader:
         document = command("prune", run, "--last", "1", "--json").document

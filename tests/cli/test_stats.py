@@ -129,7 +129,7 @@ def test_a_single_save_has_no_interval(tmp_path: Path) -> None:
     assert "between saves" not in command("stats", run).out
 
 
-def test_a_spread_is_told_by_nearest_rank() -> None:
+def test_a_spread_is_computed_by_nearest_rank() -> None:
     found = distribution(range(1, 101))
     assert found is not None
     assert (found.median, found.low, found.p95, found.high, found.total) == (50.5, 1, 95, 100, 5050)
@@ -188,7 +188,7 @@ def test_text_from_the_log_cannot_act_on_the_terminal(tmp_path: Path) -> None:
     assert "[red]" in out
 
 
-def test_a_run_with_only_failures_is_told(tmp_path: Path) -> None:
+def test_a_run_with_only_failures_is_reported(tmp_path: Path) -> None:
     outcome = command("stats", write_log(tmp_path / "run", [opened(1.0), failed(1, 2.0), failed(2, 3.0)]))
     assert outcome.code == 0
     assert "saves none durable, 2 failed" in outcome.lines
@@ -283,7 +283,7 @@ def test_a_run_whose_name_is_no_text_can_be_drawn(tmp_path: Path) -> None:
     assert r"Saves of run\udcff\n" in words(tmp_path / "out.svg")
 
 
-def test_without_a_durable_save_all_else_is_told_and_that_there_is_nothing_to_plot(tmp_path: Path) -> None:
+def test_without_a_durable_save_all_else_is_reported_and_nothing_plotted(tmp_path: Path) -> None:
     run, picture = write_log(tmp_path / "run", [failed(1, 1.0)]), tmp_path / "out.png"
     outcome = command("stats", run, "--plot", picture)
     assert (outcome.code, outcome.err) == (0, "")

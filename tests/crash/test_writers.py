@@ -47,7 +47,7 @@ def hold_run(run: Path) -> Callable[[Pipe], None]:
 # --- one writer per run ---------------------------------------------------------------------------
 
 
-def test_a_second_writer_is_told_who_holds_the_run(ram: Path) -> None:
+def test_a_second_writer_gets_an_error_that_names_the_holder_of_the_run(ram: Path) -> None:
     run = ram / "run"
     with forked(hold_run(run)) as holder:
         assert holder.pipe.receive() == holder.pid
@@ -227,7 +227,7 @@ def _overwrite_often(pipe: Pipe, path: Path, version: int) -> None:
     pipe.send(durable)
 
 
-def test_many_who_replace_one_checkpoint_leave_a_whole_one_at_any_time(ram: Path) -> None:
+def test_many_writers_that_replace_one_checkpoint_leave_a_whole_one_at_any_time(ram: Path) -> None:
     path = ram / "model"
     everystep.save(path, make_state(1, 0), step=1)
     with contextlib.ExitStack() as stack:
@@ -390,9 +390,7 @@ def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
     assert struck > 5
 
 
-def test_whoever_copies_a_run_in_the_writers_process_does_not_drop_its_lock(
-    ram: Path, tmp_path: Path
-) -> None:
+def test_copying_a_run_in_the_writers_process_does_not_drop_its_lock(ram: Path, tmp_path: Path) -> None:
     run = ram / "run"
     with everystep.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)

@@ -108,7 +108,7 @@ def test_ranks_that_do_not_come_to_a_save_in_all_ways(tmp_path: Path, mode: Mode
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("overlap", marks=pytest.mark.slow)])
-def test_a_rank_that_was_given_up_disturbs_nobody(tmp_path: Path, mode: Mode) -> None:
+def test_a_rank_that_was_given_up_disturbs_no_other(tmp_path: Path, mode: Mode) -> None:
     found = gathered(values(launch(WORLD, failing.straggling, tmp_path / "run", mode)))
     assert _kinds(found, "late") == ["RankFailed"] * WORLD
     assert all("nothing heard from rank 1" in message for _, message, _ in found["late"])

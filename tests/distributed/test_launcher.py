@@ -61,7 +61,7 @@ def test_a_world_of_processes_runs_collectives(store):
     assert [variable for *_, variable in found] == ["0", "1", "2"]
 
 
-def test_every_end_is_told_and_a_hang_is_one_of_them():
+def test_every_end_is_reported_and_a_hang_is_one_of_them():
     with started(4, _different_ends) as ranks:
         ranks.await_ended([0, 1, 2])
         fine, raised, killed, hung = ranks.join(0.0)

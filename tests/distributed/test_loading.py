@@ -430,7 +430,7 @@ def _die(*args: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("when", ["planning", "reading", "handing"])
 @pytest.mark.race
-def test_survivors_of_a_killed_rank_are_told_in_time(saved: str, when: str) -> None:
+def test_survivors_of_a_killed_rank_fail_in_time(saved: str, when: str) -> None:
     outcomes = launch(3, _killed, saved, when)
     assert outcomes[1].exitcode == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):

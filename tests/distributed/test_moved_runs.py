@@ -31,7 +31,7 @@ def _train(folder: Path, move: str) -> list[str]:
     return found
 
 
-def test_all_ranks_are_told_that_the_run_has_moved(tmp_path: Path) -> None:
+def test_all_ranks_raise_when_the_run_has_moved(tmp_path: Path) -> None:
     for move in (link_to_another, rename_and_put_another):
         folder = tmp_path / move.__name__
         folder.mkdir()

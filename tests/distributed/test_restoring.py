@@ -192,7 +192,7 @@ def _begin_in_a_used_run(folder: Path) -> list[Any]:
     return found
 
 
-def test_a_new_training_in_a_used_run_is_told_so_on_all_ranks_at_once(tmp_path: Path) -> None:
+def test_a_new_training_in_a_used_run_fails_on_all_ranks_at_once(tmp_path: Path) -> None:
     assert (
         values(launch(2, _begin_in_a_used_run, tmp_path))
         == [[None, [8, 9], 9, [8, 9, 10], 9, [9], [9, 10]]] * 2

@@ -250,7 +250,7 @@ def _made_anew(run: Path) -> list[Any]:
     return [*found, all(torch.equal(one, whole) for one in stored)]
 
 
-def test_a_process_group_made_anew_under_an_open_checkpointer_is_refused(tmp_path: Path) -> None:
+def test_a_new_process_group_under_an_open_checkpointer_is_refused(tmp_path: Path) -> None:
     found = values(launch(2, _made_anew, tmp_path / "run"))
     assert found == [["RankFailed", "RankFailed", "RankFailed", 1, True]] * 2
 

@@ -357,7 +357,7 @@ def likely(names: list[str], state: list[str], *, undisturbed_too: bool = False)
     return likely_causes(found, state, undisturbed_too=undisturbed_too)[0]
 
 
-def test_the_causes_are_told_in_plain_words() -> None:
+def test_the_causes_are_named_in_plain_words() -> None:
     """A rename of a function once put its name into these sentences."""
     found = Difference("run", 3, "leaf", "w", ("w",), 1, 1, 0, 1)
     printed = " ".join(likely_causes(found, [], undisturbed_too=False)) + likely(["data.epoch"], ["rng"])

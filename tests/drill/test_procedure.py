@@ -116,7 +116,7 @@ def test_dropout_of_torch_that_is_not_in_the_state_is_found(
     assert "everystep.rng()" in report.causes[0]
 
 
-def test_a_script_that_never_does_the_same_twice_is_told_apart(tmp_path: Path) -> None:
+def test_a_script_that_never_does_the_same_twice_is_recognised(tmp_path: Path) -> None:
     report = held(tmp_path, steady("--seed-from-time"))
     assert report.agreement.first is not None
     assert (report.agreement.first.step, report.agreement.first.after_kill) == (1, 0)
@@ -225,12 +225,14 @@ def test_two_hundred_kills_cost_no_more_than_is_allowed_and_not_one_bit(tmp_path
         ("import everystep; everystep.Checkpointer('run', {'n': 1}).close()", "saved no checkpoint"),
     ],
 )
-def test_a_script_that_cannot_be_drilled_is_told_why(tmp_path: Path, code: str, message: str) -> None:
+def test_a_script_that_cannot_be_drilled_is_an_error_with_the_reason(
+    tmp_path: Path, code: str, message: str
+) -> None:
     with pytest.raises(DrillFailed, match=message):
         held(tmp_path, (sys.executable, "-c", code))
 
 
-def test_a_script_that_does_not_end_undisturbed_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_does_not_end_undisturbed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DrillFailed, match=r"did not end within 0\.2 s"):
         run_drill(DrillOptions(("sleep", "60"), directory=tmp_path / "drill", timeout=0.2))
 

@@ -251,7 +251,7 @@ def test_reading_past_the_end_is_an_error_that_names_the_file(backend: Backend, 
     assert caught.value.filename == os.fspath(tmp_path / "f")
 
 
-def test_progress_is_told_and_ends_at_everything(backend: Backend, tmp_path: Path) -> None:
+def test_progress_is_reported_and_ends_at_everything(backend: Backend, tmp_path: Path) -> None:
     data = random_bytes(64 * PAGE, 3)
     data.tofile(tmp_path / "f")
     told: list[int] = []

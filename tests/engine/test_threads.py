@@ -67,7 +67,7 @@ def struck_everywhere(act: Callable[[], object], whenever: Callable[[], object])
         whenever()
 
 
-def test_a_latch_tells_all_who_wait_and_those_who_come_later() -> None:
+def test_a_latch_releases_all_waiting_threads_and_later_ones() -> None:
     latch = Latch()
     found: list[bool] = []
     waiting = [threading.Thread(target=lambda: found.append(latch.wait(SECONDS))) for _ in range(5)]

@@ -419,7 +419,7 @@ def test_a_manifest_beyond_the_size_limit_is_not_even_hashed(monkeypatch: pytest
         encode_root(making.root(tree="x" * 2 * MIB))
 
 
-def test_a_caller_deep_in_recursion_is_not_told_that_its_checkpoint_is_corrupt() -> None:
+def test_a_caller_deep_in_recursion_does_not_read_that_its_checkpoint_is_corrupt() -> None:
     data = making.seal({**honest(), "tree": nest(300)})
 
     def descend(levels: int) -> None:

@@ -115,7 +115,7 @@ def test_summarize_sums_up_events_and_says_why_there_are_none(tmp_path: Path) ->
     assert isinstance(caught.value, FileNotFoundError)
 
 
-def test_diagnose_measures_as_much_as_it_is_told(tmp_path: Path) -> None:
+def test_diagnose_measures_as_much_as_asked(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     found = inspect.diagnose(
         tmp_path, speed_nbytes=1 << 20, progress=lambda done, total: told.append((done, total))

@@ -90,7 +90,7 @@ def test_prepared_loaders_of_several_ranks(tmp_path: Path, env: dict[str, str], 
     assert train(kinds, "loader-train", tmp_path / "killed") == whole
 
 
-def test_an_epoch_that_is_not_taken_up_is_told(tmp_path: Path, env: dict[str, str]) -> None:
+def test_an_epoch_that_is_not_continued_is_reported(tmp_path: Path, env: dict[str, str]) -> None:
     output = peers.run("transformers", SCRIPT, "loader-told", tmp_path, env=env, timeout=SECONDS)
     assert "told: function" in output, output
     assert "told: none" in output, output

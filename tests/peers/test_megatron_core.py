@@ -49,7 +49,7 @@ def test_weights_and_moments_equal_those_that_megatron_loads(tmp_path: Path, tp:
 
 @pytest.mark.peers
 @pytest.mark.timeout(300)
-def test_buckets_of_the_distributed_optimizer_are_left_out_and_told(tmp_path: Path) -> None:
+def test_buckets_of_the_distributed_optimizer_are_left_out_and_reported(tmp_path: Path) -> None:
     train(tmp_path / "run", "dp_reshardable", 1)
     source = universal.describe(tmp_path / "run")
     assert "not read" in source.facts["optimizer state"]

@@ -30,7 +30,7 @@ def test_a_decoded_plan_is_the_same_plan(plan: WritePlan) -> None:
     assert encode_plan(again) == data
 
 
-def test_whatever_changes_who_writes_changes_the_fingerprint() -> None:
+def test_any_change_of_the_writers_changes_the_fingerprint() -> None:
     topology = Topology.regular(8, 4)
     found = {
         fingerprint(plan)
@@ -93,6 +93,6 @@ def _set(path: list[Any], value: Any) -> bytes:
         _set(["leaves", 0, 0], "norm.weight"),
     ],
 )
-def test_a_description_that_nobody_wrote_is_damage(data: bytes) -> None:
+def test_a_description_that_no_planner_wrote_is_damage(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="not a layout"):
         decode_plan(data, "here")

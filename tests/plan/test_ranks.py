@@ -157,7 +157,7 @@ def test_copies_on_several_nodes_share_each_shard() -> None:
         assert rank % 4 * 1000 <= item.piece.box.start[0] < item.piece.box.stop[0] <= (rank % 4 + 1) * 1000
 
 
-def test_shards_that_no_chosen_writer_holds_are_written_by_those_who_hold_them() -> None:
+def test_shards_that_no_chosen_writer_holds_are_written_by_their_holders() -> None:
     leaves = NAMED["fsdp"](4)
     chosen = WritePlan(leaves, Topology.regular(4), writers="node", block_nbytes=1)
     everyone = WritePlan(leaves, Topology.regular(4), block_nbytes=1)

@@ -199,7 +199,7 @@ def test_what_a_thread_leaves_open_when_it_ends_is_undone(memory: Path) -> None:
         assert shelf.a == 3
 
 
-def test_a_block_is_told_that_its_transaction_has_ended_with_its_thread(memory: Path) -> None:
+def test_a_block_whose_transaction_ended_with_its_thread_raises(memory: Path) -> None:
     with Shelf(memory / "a.shelf") as shelf:
         shelf.a = 1
         transaction = shelf.transaction()

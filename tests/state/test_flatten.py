@@ -38,7 +38,7 @@ def test_an_array_alone_is_a_state() -> None:
     assert round_trip(np.arange(3)).tolist() == [0, 1, 2]
 
 
-def test_names_that_would_collide_are_told_apart_and_come_back_right() -> None:
+def test_names_that_would_collide_are_distinguished_and_come_back_right() -> None:
     state = {
         "a": {"b": np.array([1])},
         "a.b": np.array([2]),

@@ -158,7 +158,7 @@ def test_each_malformed_node_is_corrupt(tree: Any) -> None:
         unflatten({"x": tree} if not isinstance(tree, dict) else tree, {"w": np.zeros(2)})
 
 
-def test_the_error_names_the_file_it_was_told_of() -> None:
+def test_the_error_names_the_given_file() -> None:
     with pytest.raises(CorruptCheckpoint, match=r"run/step-1/manifest\.json") as caught:
         unflatten({"$nope": 1}, {}, where="run/step-1/manifest.json")
     assert caught.value.path == "run/step-1/manifest.json"

@@ -60,7 +60,7 @@ def test_marked_arrays_are_tied_to_each_other_but_never_to_shared_ones() -> None
     assert flat.local_aliases == (("@0.a.1", "@0.a.0"), ("@0.b", "@0.a.0"))
 
 
-def test_places_that_read_the_same_are_told_apart() -> None:
+def test_places_that_read_the_same_are_distinguished() -> None:
     flat = flatten({"a.b": everystep.per_rank(1), "a": {"b": everystep.per_rank(2)}})
     assert flat.tree == {"a.b": {"$per_rank": "a.b"}, "a": {"b": {"$per_rank": "a.b~1"}}}
     assert flat.local == {"a.b": 1, "a.b~1": 2}
@@ -198,7 +198,7 @@ def test_a_marked_optimizer_and_module_come_back() -> None:
     assert torch.equal(*moments)
 
 
-def test_a_damaged_reference_is_told() -> None:
+def test_a_damaged_reference_is_reported() -> None:
     for call in (lambda t: unflatten(t, {}), values, lambda t: Restore({}, t, {}, {})):
         with pytest.raises(CorruptCheckpoint, match="where a place belongs"):
             call({"x": {"$per_rank": 5}})

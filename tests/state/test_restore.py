@@ -306,7 +306,7 @@ class TestSharedMemory:
         assert base.tolist() == source.tolist()
 
     @pytest.mark.parametrize("make", [np.zeros, lambda n: torch.zeros(n, dtype=torch.float64)])
-    def test_overlapping_views_that_differ_in_the_checkpoint_are_told(self, make: Any) -> None:
+    def test_overlapping_views_that_differ_in_the_checkpoint_are_reported(self, make: Any) -> None:
         saved = save({"a": np.arange(10.0), "b": np.ones(3)})
         z = make(10)
         with pytest.raises(StateMismatch, match="b and a share memory"):
@@ -449,7 +449,7 @@ Pair = namedtuple("Pair", ["array", "number"])
         (False, "_", "bool"),
     ],
 )
-def test_a_target_that_cannot_take_arrays_is_told(target: Any, place: str, kind: str) -> None:
+def test_a_target_that_cannot_take_arrays_is_reported(target: Any, place: str, kind: str) -> None:
     planned = plan(target, save({"x": {"a": np.arange(3.0)}}))
     (wrong,) = planned.mismatch.wrong
     assert wrong.startswith(f"{place}: checkpoint holds a")

@@ -244,7 +244,7 @@ def test_unknown_generators_are_refused_at_once(wrong: object) -> None:
         everystep.rng(aug=wrong)
 
 
-def test_a_machine_without_torch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save({"rng": everystep.rng()})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StateMismatch, match="torch is not installed"):

@@ -220,7 +220,7 @@ class TestModules:
         restore({"m": target}, save({"m": source}))
         assert torch.equal(target.weight, source.weight)
 
-    def test_a_module_is_told_the_version_that_was_saved(self) -> None:
+    def test_a_module_gets_the_version_that_was_saved(self) -> None:
         class Versioned(nn.Linear):
             _version = 3
             told = None
@@ -283,7 +283,7 @@ class TestOptimizers:
         train_once(model, optimizer)
         assert "o.param.1.exp_avg" in save({"o": optimizer}).leaves
 
-    def test_two_modules_with_the_same_names_are_told_apart(self) -> None:
+    def test_two_modules_with_the_same_names_are_distinguished(self) -> None:
         a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
         both = torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9)
         only = torch.optim.SGD(c.parameters(), momentum=0.9)

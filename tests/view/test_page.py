@@ -216,7 +216,7 @@ def test_a_file_that_is_no_checkpoint_gets_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
-def test_ranks_and_volumes_are_told(tmp_path: Path) -> None:
+def test_ranks_and_volumes_are_shown(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
         volume = tmp_path / f"fast-{step}"
@@ -475,7 +475,7 @@ def test_what_is_not_there_is_said(browser: Browser, rest: str, status: int) -> 
     assert found[1]
 
 
-def test_a_live_page_is_told_only_what_is_new(tmp_path: Path) -> None:
+def test_a_live_page_gets_only_what_is_new(tmp_path: Path) -> None:
     state = layered_state(1)
     train(tmp_path / "run", state, range(1, 4))
     with serve_page([tmp_path / "run"]) as server:
@@ -516,7 +516,7 @@ def test_an_address_that_is_none_is_refused(browser: Browser) -> None:
     assert (status, "not an address" in text) == (400, True)
 
 
-def test_a_defect_is_told_instead_of_silence(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_is_reported_instead_of_silence(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: RunReader, **asked: Any) -> Any:
         raise ZeroDivisionError("by nothing")
 

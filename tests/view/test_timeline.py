@@ -83,7 +83,7 @@ def test_a_log_that_begins_in_the_middle_of_a_training_loses_nothing_at_first() 
     assert (found.lost_seconds[0], found.lost_steps[0]) == (2.0, 0)
 
 
-def test_going_back_is_told() -> None:
+def test_going_back_is_shown() -> None:
     events: list[Event] = [opened(0.0), saved(50, 10.0), opened(20.0), Restored(40, 21.0, 1000, 1.0)]
     assert timeline(events).happenings[-1].text == "Training resumed from step 40, 10 before the newest one."
 

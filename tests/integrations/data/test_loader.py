@@ -41,7 +41,7 @@ def global_states() -> tuple[Any, ...]:
 # --- epochs -------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_is_an_epoch_and_every_epoch_is_shuffled_anew() -> None:
+def test_a_loop_is_an_epoch_and_every_epoch_has_another_order() -> None:
     loader = Loader(range(10), batch_size=4, shuffle=True)
     epochs = [lists(loader) for _ in range(3)]
     assert loader.epoch == 3
@@ -358,7 +358,7 @@ def test_numbers_of_any_library_will_do() -> None:
     assert len(Sampler(np.int64(9))) == 9
 
 
-def test_an_iterable_dataset_is_told_where_to_go() -> None:
+def test_an_iterable_dataset_is_refused_with_an_alternative() -> None:
     with pytest.raises(UnsupportedState, match="StatefulDataLoader"):
         Loader(Stream(5))
 

@@ -85,7 +85,7 @@ def test_a_planner_that_keeps_its_plans_goes_on_after_a_failure(tmp_path: Path) 
             assert_same(load(STATE, tmp_path / path), STATE)
 
 
-def test_a_plan_that_was_kept_for_another_storage_is_told(tmp_path: Path) -> None:
+def test_a_plan_that_was_kept_for_another_storage_is_reported(tmp_path: Path) -> None:
     class Alternating(DefaultSavePlanner):
         pass
 
@@ -250,7 +250,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert isinstance(failures(caught.value)[0], everystep.CheckpointNotFound)
 
 
-def test_a_checkpoint_of_dcps_own_writer_is_told_from_damage(tmp_path: Path) -> None:
+def test_a_checkpoint_of_dcps_own_writer_is_not_taken_for_damage(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "files"), no_dist=True)
     with pytest.raises(everystep.CheckpointNotFound, match="FileSystemReader"):
         Reader(tmp_path / "files").read_metadata()

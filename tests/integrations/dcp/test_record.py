@@ -110,7 +110,7 @@ def test_what_is_more_than_a_value_is_left_to_pickle(value: object) -> None:
         plain_node(value)
 
 
-def test_records_that_nobody_wrote_are_damage() -> None:
+def test_records_that_no_writer_made_are_damage() -> None:
     tree = _composed({"a": TENSOR, "b": 4}, {"a": ("a",), "b": ("b",)})
     for change in (
         {"values": [["b", ["elsewhere"]]]},

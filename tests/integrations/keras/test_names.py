@@ -45,7 +45,7 @@ def test_names_that_a_user_gave_stay() -> None:
     assert list(found) == ["gpt.block_7.dense.kernel", "gpt.block_8.dense.kernel"]
 
 
-def test_equal_paths_are_told_apart() -> None:
+def test_equal_paths_are_distinguished() -> None:
     same = variables("a/kernel", "a/kernel")
     assert list(named(same)) == ["a.kernel", "a.kernel~1"]
 
@@ -64,7 +64,7 @@ def test_variables_of_an_optimizer_are_named_after_those_it_trains() -> None:
     ]
 
 
-def test_variables_that_nobody_has_named_are_counted_in_their_optimizer() -> None:
+def test_variables_without_given_names_are_counted_in_their_optimizer() -> None:
     trained = variables("dense_2/variable_7", "dense_2/variable_8")
     slots = variables("sgd/iteration", "sgd/variable_9", "sgd/dense_2_variable_8_momentum", "sgd/variable_10")
     assert list(named_slots(slots, trained)) == [

@@ -141,7 +141,7 @@ def test_a_grid_search_keeps_each_fit_in_a_directory_and_resumes(tmp_path: Path)
     assert_same_attributes(found.best_estimator_, expected.best_estimator_)
 
 
-def test_a_grid_search_with_one_file_is_refused_and_told_of_the_directory(tmp_path: Path) -> None:
+def test_a_grid_search_with_one_file_fails_and_the_error_suggests_a_directory(tmp_path: Path) -> None:
     with pytest.raises(everystep.StateMismatch, match="directory"):
         GridSearchCV(
             ours.KMeans(n_init=1, shelf=tmp_path / "one"), {"n_clusters": [2, 3]}, cv=2, error_score="raise"

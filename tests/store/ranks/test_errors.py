@@ -42,7 +42,7 @@ def test_nothing_is_raised_where_nothing_failed() -> None:
     assert _raised(None, None) == [None, None]
 
 
-def test_damage_is_damage_on_all_ranks_and_says_file_leaf_and_who_saw_it() -> None:
+def test_damage_is_damage_on_all_ranks_and_names_file_leaf_and_rank() -> None:
     mine = CorruptCheckpoint("chunk 3 differs", path="/run/step-7/r00001", leaf="model.w")
     first, own, last = _raised(None, mine, None)
     assert own is mine
@@ -80,7 +80,7 @@ def test_all_ranks_raise_the_same_kind_when_several_failed_differently() -> None
     assert (unread_too.errno, unread_too.filename) == (5, "r00000")
 
 
-def test_a_rank_without_descriptors_is_named_and_nobody_takes_it_for_damage() -> None:
+def test_a_rank_without_descriptors_is_named_and_not_taken_for_damage() -> None:
     lacking = read_error("cannot read r00001: Too many open files", errno.EMFILE, "r00001")
     unread = read_error("the device said no", errno.EIO, "r00000")
     first, own, _ = _raised(None, lacking, None)
@@ -110,7 +110,7 @@ def test_a_rank_that_lost_another_names_the_lost_one() -> None:
     assert caught.value.ranks == (3,)
 
 
-def test_names_that_are_not_unicode_can_be_told() -> None:
+def test_names_that_are_not_unicode_can_be_reported() -> None:
     error = CorruptCheckpoint("bad \udcff", path="/run/\udcff", leaf="x\ud800")
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(RankError.of(0, error)), type=RankError)
     assert told.path == "/run/\\udcff"

@@ -64,7 +64,7 @@ def test_what_is_forgotten_is_gone(mail):
     assert mail.post_once("a", b"again") == b"again"
 
 
-def test_silence_is_told_after_the_time_given_and_the_line_goes_on_working(mail):
+def test_silence_is_reported_after_the_time_given_and_the_connection_goes_on_working(mail):
     started = time.monotonic()
     with pytest.raises(MessageTimeout):
         mail.read("nothing", 0.2)
@@ -114,7 +114,7 @@ def test_messages_and_keys_that_no_store_takes_are_refused_before_they_are_sent(
     assert mail.read("key", 5) == bytes(20 << 20)
 
 
-def test_bytes_that_nobody_here_has_sent_are_a_failure_of_a_rank(mail, store):
+def test_bytes_that_no_rank_has_sent_are_a_failure_of_a_rank(mail, store):
     for bad in (b"?", b"\1not deflated"):
         store.set("mine/key", bad)
         with pytest.raises(RankFailed, match="cannot decode the message"):
@@ -188,7 +188,7 @@ def hosted():
     process.join()
 
 
-def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_waiting(hosted):
+def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_waiting_ranks(hosted):
     store, host = hosted
     mail = MessageStore(store, "mine")
     mail.post("key", b"x")

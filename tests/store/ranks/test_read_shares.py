@@ -54,7 +54,7 @@ def test_copies_of_shards_are_read_once_for_each_shard() -> None:
     assert sorted(box.start for reads in found.values() for _, box in reads) == [(0, 0), (4, 0)]
 
 
-def test_a_leaf_wanted_in_two_ways_is_shared_by_those_who_want_it_alike() -> None:
+def test_a_leaf_wanted_in_two_ways_is_shared_by_ranks_that_want_it_alike() -> None:
     pair = Mesh.of([2, 3])
     views = {(_whole("a"),): (0, 1), (_rows("a", mesh=pair, dim=0),): (2, 3)}
     found = _reads(views, 4)

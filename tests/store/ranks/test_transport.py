@@ -59,7 +59,7 @@ def _members():
     )
 
 
-def test_everybody_knows_who_runs_where():
+def test_all_ranks_know_which_rank_runs_where():
     found = values(launch(3, _members))
     pids = [member.pid for member in found[0][2]]
     assert len(set(pids)) == 3
@@ -121,7 +121,7 @@ def _far_behind(turns):
     return told
 
 
-def test_nothing_that_is_told_is_lost_however_far_a_rank_is_behind():
+def test_no_message_is_lost_however_far_a_rank_is_behind():
     assert values(launch(2, _far_behind, 200)) == [[b"%d" % turn for turn in range(200)]] * 2
 
 

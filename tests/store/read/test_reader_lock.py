@@ -98,7 +98,7 @@ def test_a_process_without_descriptors_reads_what_it_can_still_name(several: Pat
     assert np.array_equal(found["w"], STATE["w"])
 
 
-def test_a_file_that_cannot_even_be_held_is_for_who_reads_it_to_tell(path: Path) -> None:
+def test_a_file_that_cannot_even_be_held_is_reported_when_it_is_read(path: Path) -> None:
     shard = path / "r00000.v0.safetensors"
     shard.unlink()
     shard.symlink_to(shard.name)  # leads to itself
@@ -157,7 +157,7 @@ def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(t
     run.close()
 
 
-def test_a_checkpoint_can_be_read_by_who_may_not_write_it() -> None:
+def test_a_checkpoint_can_be_read_without_permission_to_write() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         path = Path(folder, "c")
@@ -223,7 +223,7 @@ def test_what_a_reader_holds_is_removed_once_it_lets_go(run: WritableRun) -> Non
     assert names(run) == [step_name(step) for step in (3, 4, 5, 6)]
 
 
-def test_a_step_can_be_retired_again_while_somebody_reads_its_predecessor(run: WritableRun) -> None:
+def test_a_step_can_be_retired_again_while_its_predecessor_is_read(run: WritableRun) -> None:
     save(run, 1, {"w": np.full(100, 1)})
     with everystep.open(run.path_of(1)) as reader:
         run.retire([1])

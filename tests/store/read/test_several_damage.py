@@ -242,7 +242,7 @@ def numbers(value: Any) -> Any:
             yield from numbers(item)
 
 
-def test_elements_that_nobody_stored_are_missed(path: Path) -> None:
+def test_elements_that_no_rank_stored_are_missed(path: Path) -> None:
     """A part that lost a fragment, with a digest that fits."""
     manifest = path / "manifest.json"
     root = decode_root(manifest.read_bytes(), str(manifest))

@@ -129,7 +129,7 @@ def test_export_and_show_take_a_subtree(saved: Path, tmp_path: Path) -> None:
     assert inspect.export(saved, tmp_path / "m.safetensors", select=["model"]).leaves == 2
 
 
-def test_a_target_with_only_the_model_is_told_of_select(saved: Path) -> None:
+def test_the_error_for_a_target_with_only_the_model_suggests_select(saved: Path) -> None:
     into = {"model": state(0.0)["model"]}
     with pytest.raises(everystep.StateMismatch) as caught:
         everystep.load(saved, into)

@@ -113,7 +113,7 @@ def test_a_missing_model_file_and_a_missing_tag(tmp_path: Path) -> None:
         deepspeed.describe(run)
 
 
-def test_files_of_two_checkpoints_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_two_checkpoints_are_distinguished(tmp_path: Path) -> None:
     run = copied(tmp_path, "z1_fp32_2")
     shutil.copy(optimizer_file(FIXTURES / "z3_fp32_2", 1), optimizer_file(run, 1))
     with pytest.raises(CorruptCheckpoint, match=r"ZeRO stages \[1, 3\]"):

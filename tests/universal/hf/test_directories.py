@@ -187,7 +187,7 @@ def test_tied_weights_are_written_once_only_if_the_config_ties_them(tmp_path: Pa
         assert torch.equal(checkpoint["model.lm_head.weight"][...], weights["lm_head.weight"])
 
 
-def test_the_prefix_of_a_wrapper_goes_and_is_told(tmp_path: Path) -> None:
+def test_the_prefix_of_a_wrapper_is_removed_and_reported(tmp_path: Path) -> None:
     weights = gpt2_weights()
     config = write_config(tmp_path / "config")
     (config / "tokenizer.json").write_text("{}")
@@ -231,7 +231,7 @@ def test_a_cast_is_said_in_the_config(tmp_path: Path) -> None:
     }
 
 
-def test_a_missing_output_layer_is_told(tmp_path: Path) -> None:
+def test_a_missing_output_layer_is_reported(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config", tie_word_embeddings=False, architectures=["GPT2LMHeadModel"])
     weights = {name: tensor for name, tensor in gpt2_weights().items() if name != "lm_head.weight"}
     save_file(weights, tmp_path / "w.safetensors")

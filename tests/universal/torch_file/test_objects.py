@@ -132,7 +132,7 @@ def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def test_attributes_of_tensors_are_told(tmp_path: Path) -> None:
+def test_attributes_of_tensors_are_reported(tmp_path: Path) -> None:
     for tensor in (torch.ones(2), torch.nn.Parameter(torch.ones(2))):
         torch.save(with_attribute(tensor), tmp_path / "x.pt")
         found = read_torch_file(tmp_path / "x.pt")
