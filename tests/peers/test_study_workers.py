@@ -41,8 +41,6 @@ def test_every_mechanism_checkpoints_a_training(asked: FrameworkProcess, tmp_pat
     asked.ask(orders.build, model=model, quick=True, seed=0)
     for mechanism in asked.hello["mechanisms"]:
         key = mechanism["key"]
-        if key == "fast-file-writer" and mechanism["missing"]:
-            continue  # DeepSpeed offers it on some devices only
         assert mechanism["missing"] is None, key
         asked.ask(orders.prepare, 900.0, mechanism=key)
         place = str(tmp_path / f"{key}-train")

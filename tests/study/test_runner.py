@@ -190,7 +190,7 @@ def test_cpu_time_counts_all_threads() -> None:
 def test_without_a_terminal_progress_is_lines_with_the_time_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner._Connections, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(runner._Lines, "INTERVAL_SECONDS", 0.0)
     suite = ScriptedSuite([Scripted(key, []) for key in "ab"], rounds=3)
     monkeypatch.setattr(ScriptedSuite, "expected_seconds", lambda self: 240.0)
     console = quiet()

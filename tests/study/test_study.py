@@ -15,7 +15,7 @@ import pytest
 
 from everystep_study import campaign, frameworks, pages, writers
 from everystep_study.campaign import Options
-from everystep_study.frameworks import Entry, orders
+from everystep_study.frameworks import FrameworkEntry, orders
 from everystep_study.results import Row
 from everystep_study.results_directory import FILE, Part, ResultsDirectory, StudyError
 from everystep_study.suite import Turn
@@ -25,7 +25,7 @@ from everystep_study.workers import FrameworkProcess, TimeUp, WorkerEnded
 from support.study.bench_results import quiet
 
 TESTS = Path(__file__).resolve().parents[1]
-FAKE = Entry("Fake", "support.study.fake_framework")
+FAKE = FrameworkEntry("Fake", "support.study.fake_framework")
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,9 @@ def test_a_mechanism_that_restores_something_else_is_failed(
 
 def test_a_process_that_babbles_is_ended(tmp_path: Path) -> None:
     with (
-        FrameworkProcess("b", Entry("B", "support.study.babbling_framework"), tmp_path, 5.0) as process,
+        FrameworkProcess(
+            "b", FrameworkEntry("B", "support.study.babbling_framework"), tmp_path, 5.0
+        ) as process,
         pytest.raises(WorkerEnded, match="no answer"),
     ):
         process.start()
@@ -203,12 +205,15 @@ class TestTimeUp:
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (Entry("Gone", "everystep.no_such_worker"), "No module named 'everystep.no_such_worker'"),
-        (Entry("Gone", "support.study.fake_framework", "none-built"), "everystep study setup none-built"),
+        (FrameworkEntry("Gone", "everystep.no_such_worker"), "No module named 'everystep.no_such_worker'"),
+        (
+            FrameworkEntry("Gone", "support.study.fake_framework", "none-built"),
+            "everystep study setup none-built",
+        ),
     ],
 )
 def test_a_missing_framework_is_reported_as_missing_and_tried_again(
-    entry: Entry, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry: FrameworkEntry, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frameworks, "FRAMEWORKS", {"fake": entry})
     found = study(tmp_path, "cost")
@@ -233,7 +238,7 @@ class TestDirectory:
 
         original = campaign.runner.run
         monkeypatch.setattr(campaign.runner, "run", run)
-        monkeypatch.setattr(frameworks, "FRAMEWORKS", {"fake": Entry("Gone", "no_such_worker")})
+        monkeypatch.setattr(frameworks, "FRAMEWORKS", {"fake": FrameworkEntry("Gone", "no_such_worker")})
         monkeypatch.setattr("everystep_study.results_directory.Entry.missing", False)
         with pytest.raises(KeyboardInterrupt):
             study(tmp_path, "cost", "formats")

@@ -9,7 +9,7 @@ import pytest
 from everystep_study import environments, frameworks
 from support.processes.command import command
 
-GONE = {"gone": frameworks.Entry("Gone", "no_such_worker", "never-built")}
+GONE = {"gone": frameworks.FrameworkEntry("Gone", "no_such_worker", "never-built")}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import everystep
 from everystep_study import frameworks, runner
 from everystep_study.files import remove
-from everystep_study.frameworks import Entry as Framework
+from everystep_study.frameworks import FrameworkEntry
 from everystep_study.frameworks.models import MODELS
 from everystep_study.machine import machine_facts
 from everystep_study.results_directory import Entry, Header, Part, ResultsDirectory
@@ -103,7 +103,7 @@ def parts_of(options: Options) -> list[Part]:
     return [part for _, part in sorted(found, key=lambda pair: pair[0])]
 
 
-def _models(suite: str, framework: Framework, options: Options) -> tuple[str, ...]:
+def _models(suite: str, framework: FrameworkEntry, options: Options) -> tuple[str, ...]:
     wanted = options.models or (QUICK_MODELS if options.quick else MODELS)
     if suite == "cost":
         return tuple(model for model in wanted if model in framework.models)
@@ -164,7 +164,7 @@ def run(directory: Path, options: Options, console: Console, say: Callable[[str]
 
 
 def make_suite(part: Part, options: Options, seconds: float | None, end: float) -> FrameworkSuite:
-    entry: Framework = frameworks.FRAMEWORKS[part.framework]
+    entry = frameworks.FRAMEWORKS[part.framework]
     more: dict[str, Any] = {"end": end}
     if options.rounds is not None:
         more["rounds"] = options.rounds

@@ -87,8 +87,8 @@ class ReservedMemory:
     """`nbytes` of touched memory, held between measurements and freed just before each.
 
     A virtual machine whose host takes back unused memory pays for its return page by page, up to seconds per
-    GiB. That cost would fall on whoever is measured first after a pause. Memory that was freed a moment ago
-    is there for everybody alike; on other machines this makes no difference.
+    GiB. That cost would fall on the first that is measured after a pause. Memory that was freed a moment ago
+    is there for all alike; on other machines this makes no difference.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -8,7 +8,7 @@ Each suite says in its own file what is shown of it: a suite of ``everystep benc
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everystep_study import frameworks
@@ -238,8 +238,24 @@ class Source:
             return (median,)
         return median, Words(" ("), low, Words(NOTHING), high, Words(")")
 
-    def cells(self, row: Row | None, *readings: str, show: Show = milliseconds) -> list[Cell]:
-        return [self.cell(row, reading, show) for reading in readings]
+    def table(
+        self,
+        title: str,
+        section: str,
+        columns: Mapping[str, str],
+        show: Show = milliseconds,
+        spread: int | None = None,
+    ) -> Table:
+        """One line for each row of the section. `columns` are headings and readings; with `spread`, only so
+        many of them, the first ones, have their range.
+        """
+
+        def cells(row: Row) -> list[Cell]:
+            ranges = [spread is None or number < spread for number in range(len(columns))]
+            readings = zip(columns.values(), ranges, strict=True)
+            return [self.cell(row, reading, show, spread=shown) for reading, shown in readings]
+
+        return table(title, list(columns), self.rows(section), cells)
 
 
 def ratio(one: Number | None, other: Number | None) -> Number | None:

@@ -1,7 +1,7 @@
 """What a benchmark measured: one model for every suite, which is also its JSON form.
 
 A `Row` is one case in one section of a suite (the section "save" of the case "torch"). Its samples hold
-readings by name: `SECONDS`, `CPU_SECONDS`, and whatever else the suite records.
+readings by name: `SECONDS`, `CPU_SECONDS`, and what else the suite records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TAIL = 0.025
 BUSY_SHARE = 0.10
 """The share of the CPUs that others may use during a run; beyond it the comparison is theirs."""
 LEAST_ROUNDS = 3
-"""With fewer rounds nobody can tell what is noise."""
+"""With fewer rounds one cannot tell what is noise."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -254,6 +254,24 @@ def judge(
         ]
         verdict = "PASS" if all(kept) else "within noise" if any(kept) else "FAIL"
     return Bar(key, promise, sense, limit, unit, verdict, measured, detail)
+
+
+def promised(
+    key: str,
+    promise: str,
+    sense: Sense,
+    limit: float,
+    above: Row | None,
+    below: Row | None,
+    *,
+    reading: str = SECONDS,
+    factor: float = 1.0,
+    why: str = "",
+) -> Bar:
+    """A promise about `above` as a multiple of `below`, times `factor`; `why` it cannot be judged, if so."""
+    why = why or why_not(above, below)
+    found = None if why or above is None or below is None else ratio_interval(above, below, reading)
+    return judge(key, promise, sense, limit, "x", scaled(found, factor), why)
 
 
 def size(nbytes: float) -> str:

@@ -237,7 +237,7 @@ def _saying(console: Console, suite: Suite) -> Iterator[Callable[[str], None]]:
     if expected is not None:
         console.print(f"{name}: takes about {roughly(expected)} on a usual machine", soft_wrap=True)
     if not console.is_terminal:
-        yield _Connections(console, name).say
+        yield _Lines(console, name).say
         return
     spinner = SpinnerColumn("line" if console.options.ascii_only else "dots")
     columns = (spinner, TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -246,7 +246,7 @@ def _saying(console: Console, suite: Suite) -> Iterator[Callable[[str], None]]:
         yield lambda said: progress.update(task, description=f"{name}: {said}")
 
 
-class _Connections:
+class _Lines:
     """Progress as lines: at most one in so many seconds, as some groups have hundreds of short turns."""
 
     INTERVAL_SECONDS = 1.0

@@ -24,7 +24,7 @@ Shape: TypeAlias = Literal["few-large", "many-small", "gpt2"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 Array: TypeAlias = NDArray[Any]
 
-DEFAULT_NBYTES = 1 << 30
+DEFAULT_NBYTES, QUICK_NBYTES = 1 << 30, 128 << 20
 SMALL_NBYTES = 4096
 SMALL_COUNT = 20_000
 FEW = 8
@@ -47,6 +47,15 @@ class State(Subject):
         self.arrays, self.tensors = dict(arrays), tensors
         self.in_place = False
         self.loaded: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> State:
+        """With tensors of the same memory, where torch is installed."""
+        if importlib.util.find_spec("torch") is None:
+            return cls(arrays, None)
+        import torch
+
+        return cls(arrays, {name: torch.from_numpy(array) for name, array in arrays.items()})
 
     @property
     def nbytes(self) -> int:

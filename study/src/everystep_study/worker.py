@@ -29,7 +29,7 @@ def _end_with_parent() -> None:
 def main() -> None:
     _end_with_parent()
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever libraries print goes to standard error
+    os.dup2(2, 1)  # what libraries print goes to standard error
     context = Context()
     for line in sys.stdin.buffer:
         order = json.loads(line)
@@ -37,7 +37,7 @@ def main() -> None:
         try:
             function = getattr(importlib.import_module(module), name)
             answer = {"ok": function(context, **order)}
-        except Exception as error:  # whatever a framework can raise: it is reported, and costs its row
+        except Exception as error:  # of any kind: it is reported, and costs its row
             first = (str(error).strip().splitlines() or ["no message"])[0]
             answer = {"failure": f"{type(error).__name__}: {first[:500]}"}
         os.write(answers, json.dumps(answer).encode() + b"\n")

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from everystep_study import environments, rank_orders
-from everystep_study.frameworks import Entry, orders
+from everystep_study.frameworks import FrameworkEntry, orders
 
 START_SECONDS = 300.0
 """Importing a framework, building a model, compiling its first step."""
@@ -261,7 +261,9 @@ class Workers(ABC):
 class FrameworkProcess(Workers):
     """The process of one framework. A training that was built is built again in a new process."""
 
-    def __init__(self, name: str, entry: Entry, folder: Path, seconds: float, end: float = math.inf) -> None:
+    def __init__(
+        self, name: str, entry: FrameworkEntry, folder: Path, seconds: float, end: float = math.inf
+    ) -> None:
         super().__init__(folder, seconds, end)
         self.hello: dict[str, Any] = {}
         """What the framework says of itself, once it has been started."""

@@ -7,6 +7,7 @@ import pickle
 import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -124,20 +125,6 @@ class Forgetful(DefaultCheckpoint):
         probe.restore(pickle.loads((directory / "state.pkl").read_bytes()))
 
 
-class FakeFramework(Framework):
-    mechanisms = (Pickled, Checked)
-    defaults = (Forgetful,)
-
-    def versions(self) -> dict[str, str]:
-        return {"fake": "1.0"}
-
-    def build(self, model: str, quick: bool, seed: int) -> FakeTraining:
-        return FakeTraining(seed)
-
-    def probe(self, seed: int) -> Probe:
-        return FakeProbe(seed)
-
-
 class Crashing(Pickled):
     key, title = "crashing", "ends the process"
 
@@ -176,18 +163,20 @@ class Wrong(Pickled):
         self.subject.step()
 
 
-class TroubledFramework(FakeFramework):
-    mechanisms = (Crashing, Hanging, Raising, NotInstalled, Wrong, Checked)
+def unbuildable(model: str, quick: bool, seed: int) -> FakeTraining:
+    raise NotImplementedError("no such layer")
 
 
-class UnbuildableFramework(FakeFramework):
-    def build(self, model: str, quick: bool, seed: int) -> FakeTraining:
-        raise NotImplementedError("no such layer")
-
-
-class HangingFramework(FakeFramework):
-    mechanisms = (Hanging,)
-
-
-_TROUBLES = {"1": TroubledFramework, "build": UnbuildableFramework, "hanging": HangingFramework}
-FRAMEWORK = _TROUBLES.get(os.environ.get("FAKE_TROUBLES", ""), FakeFramework)()
+FAKE = Framework(
+    packages={"fake": "numpy"},
+    training=lambda model, quick, seed: FakeTraining(seed),
+    mechanisms=(Pickled, Checked),
+    probe=FakeProbe,
+    defaults=(Forgetful,),
+)
+_TROUBLES = {
+    "1": replace(FAKE, mechanisms=(Crashing, Hanging, Raising, NotInstalled, Wrong, Checked)),
+    "build": replace(FAKE, training=unbuildable),
+    "hanging": replace(FAKE, mechanisms=(Hanging,)),
+}
+FRAMEWORK = _TROUBLES.get(os.environ.get("FAKE_TROUBLES", ""), FAKE)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _train = partial(typer.Option, rich_help_panel="Training")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_QUICK_NBYTES = 128 << 20
 
 
 class Shape(str, Enum):
@@ -143,6 +142,12 @@ def bench(
         "sweep": sweep,
         "restarts": restarts,
     }
+    from everystep_study.suites.clusters import ClustersSuite
+    from everystep_study.suites.convert import ConvertSuite
+    from everystep_study.suites.ranks import RanksSuite
+    from everystep_study.suites.save_load import SaveLoadSuite
+    from everystep_study.suites.training import TrainingSuite
+
     only_training = {name: value for name, value in model.items() if value is not None}
     common = {"rounds": repeat, "systems": tuple(system) if system else None}
     with session(as_json) as out:
@@ -164,20 +169,21 @@ def bench(
             )
         try:
             nbytes = None if size is None else parse_size(size)
+            page = markdown is not None
+            others = None if page else nbytes  # a page has several suites of different sizes
             suites: list[Suite] = []
-            if markdown is not None or not (training or ranks or clusters or convert):
-                suites.append(_save_load(quick, nbytes=nbytes, shape=shape and shape.value, **common))
-            other_nbytes = (
-                nbytes if markdown is None else None
-            )  # a page has several suites of different sizes
-            if markdown is not None or training:
-                suites.append(_training(quick, nbytes=other_nbytes, **common, **only_training))
-            if markdown is not None or ranks is not None:
-                suites.append(_ranks(quick, ranks, nbytes=other_nbytes, **common))
+            if page or not (training or ranks or clusters or convert):
+                suites.append(
+                    _made(SaveLoadSuite, quick, nbytes=nbytes, shape=shape and shape.value, **common)
+                )
+            if page or training:
+                suites.append(_made(TrainingSuite, quick, nbytes=others, **common, **only_training))
+            if page or ranks is not None:
+                suites.append(_made(RanksSuite, quick, ranks=_numbers(ranks), nbytes=others, **common))
             if clusters:
-                suites.append(_clusters(quick, data=data, rounds=repeat))
+                suites.append(_made(ClustersSuite, quick, data=data, rounds=repeat))
             if convert:
-                suites.append(_convert(quick, rounds=repeat, python=deepspeed))
+                suites.append(_made(ConvertSuite, quick, python=deepspeed, rounds=repeat))
             if plot is not None:
                 from everystep.cli.picture import check_suffix
 
@@ -225,41 +231,11 @@ def _run(
     out.finish(problem=any(pages.has_problem(suite, result) for suite, result in found))
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _save_load(quick: bool, **options: Any) -> Suite:
-    from everystep_study.suites.save_load import SaveLoadSuite
-
-    usual = SaveLoadSuite(nbytes=_QUICK_NBYTES, rounds=3, small_rounds=100) if quick else SaveLoadSuite()
-    return replace(usual, **_given(options))
-
-
-def _training(quick: bool, **options: Any) -> Suite:
-    from everystep_study.suites.training import TrainingSuite
-
-    return replace(TrainingSuite.quick() if quick else TrainingSuite(), **_given(options))
-
-
-def _ranks(quick: bool, ranks: str | None, **options: Any) -> Suite:
-    from everystep_study.suites.ranks import RanksSuite
-
-    usual = RanksSuite((1, 2), _QUICK_NBYTES) if quick else RanksSuite()
-    return replace(usual, **_given({"ranks": _numbers(ranks), **options}))
-
-
-def _convert(quick: bool, **options: Any) -> Suite:
-    from everystep_study.suites.convert import ConvertSuite
-
-    usual = ConvertSuite(rounds=3, compared=16, sizes=(16, 67)) if quick else ConvertSuite()
-    return replace(usual, **_given(options))
-
-
-def _clusters(quick: bool, **options: Any) -> Suite:
-    from everystep_study.suites.clusters import ClustersSuite
-
-    return replace(ClustersSuite.quick() if quick else ClustersSuite(), **_given(options))
+def _made(kind: Any, quick: bool, **options: Any) -> Suite:
+    """The suite with the options that were given."""
+    usual = kind.quick() if quick else kind()
+    suite: Suite = replace(usual, **{name: value for name, value in options.items() if value is not None})
+    return suite
 
 
 PLUGIN = Plugin(

@@ -21,7 +21,7 @@ SUITES = ("cost", "formats", "scale", "determinism", "bitflips")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FrameworkEntry:
     """A framework: its worker's module, its environment (None: this one), and the suites it takes part in."""
 
     title: str
@@ -34,33 +34,35 @@ class Entry:
 _OF_TRAINERS = ("mlp", "gpt2")
 """Trainers and engines on top of PyTorch run the same models: a small and a large one will do."""
 
-FRAMEWORKS: dict[str, Entry] = {
-    "torch": Entry("PyTorch", "everystep_study.frameworks.torch_worker", suites=SUITES),
-    "tensorflow": Entry("TensorFlow, Keras", "everystep_study.frameworks.tensorflow_worker", "tensorflow"),
-    "jax": Entry("JAX", "everystep_study.frameworks.jax_worker", "jax"),
-    "chainer": Entry("Chainer", "everystep_study.frameworks.chainer_worker", "chainer"),
-    "deepspeed": Entry(
+FRAMEWORKS: dict[str, FrameworkEntry] = {
+    "torch": FrameworkEntry("PyTorch", "everystep_study.frameworks.torch_worker", suites=SUITES),
+    "tensorflow": FrameworkEntry(
+        "TensorFlow, Keras", "everystep_study.frameworks.tensorflow_worker", "tensorflow"
+    ),
+    "jax": FrameworkEntry("JAX", "everystep_study.frameworks.jax_worker", "jax"),
+    "chainer": FrameworkEntry("Chainer", "everystep_study.frameworks.chainer_worker", "chainer"),
+    "deepspeed": FrameworkEntry(
         "DeepSpeed",
         "everystep_study.frameworks.deepspeed_worker",
         "deepspeed",
         suites=("cost",),
         models=_OF_TRAINERS,
     ),
-    "accelerate": Entry(
+    "accelerate": FrameworkEntry(
         "accelerate",
         "everystep_study.frameworks.accelerate_worker",
         "transformers",
         suites=("cost",),
         models=_OF_TRAINERS,
     ),
-    "transformers": Entry(
+    "transformers": FrameworkEntry(
         "transformers, Trainer",
         "everystep_study.frameworks.transformers_worker",
         "transformers",
         suites=("cost",),
         models=("gpt2",),
     ),
-    "lightning": Entry(
+    "lightning": FrameworkEntry(
         "Lightning",
         "everystep_study.frameworks.lightning_worker",
         "transformers",
@@ -70,7 +72,7 @@ FRAMEWORKS: dict[str, Entry] = {
 }
 
 
-def choose(names: str | None) -> dict[str, Entry]:
+def choose(names: str | None) -> dict[str, FrameworkEntry]:
     """Those that are named (``"torch,jax"``), or all; ValueError for one that does not exist."""
     wanted = FRAMEWORKS.keys() if names is None else [word.strip() for word in names.split(",")]
     unknown = [name for name in wanted if name not in FRAMEWORKS]

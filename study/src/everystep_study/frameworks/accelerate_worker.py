@@ -8,7 +8,7 @@ from typing import Any
 import accelerate
 import torch
 
-from everystep_study.frameworks.api import Framework, Training
+from everystep_study.frameworks.api import Framework
 from everystep_study.frameworks.torch_training import TorchTraining
 from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
@@ -46,14 +46,8 @@ class SaveState(Mechanism):
         self.subject.accelerator.load_state(str(self.path))
 
 
-class AccelerateFramework(Framework):
-    mechanisms = (SaveState, EverystepSync, EverystepOverlap)
-
-    def versions(self) -> dict[str, str]:
-        return {"accelerate": accelerate.__version__, "torch": torch.__version__}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        return AccelerateTraining(model, quick, seed)
-
-
-FRAMEWORK = AccelerateFramework()
+FRAMEWORK = Framework(
+    packages={"accelerate": "accelerate", "torch": "torch"},
+    training=AccelerateTraining,
+    mechanisms=(SaveState, EverystepSync, EverystepOverlap),
+)

@@ -2,8 +2,8 @@
 
 To add a framework:
 
-1. Write ``NAME_worker.py`` beside this file, with a subclass of `Framework` and ``FRAMEWORK = TheSubclass()``
-   at its end. It may import its framework at the top: only its own process imports the module.
+1. Write ``NAME_worker.py`` beside this file, with ``FRAMEWORK = Framework(...)`` at its end. It may import
+   its framework at the top: only its own process imports the module.
 2. Write a subclass of `Training`: the models of `models` (the same layers and sizes), one training step.
 3. Write a subclass of `Mechanism` for each way to checkpoint, used as its own documentation recommends. Those
    of Everystep are `EverystepSync` and `EverystepOverlap` of `everystep_study.mechanism`, or subclasses.
@@ -19,15 +19,18 @@ Everything else (clocks, rounds, durability, damage, time limits, results, the r
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from everystep_study.frameworks.models import MODELS, Size
 from everystep_study.mechanism import Mechanism, Subject
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -186,25 +189,6 @@ class EverystepDefault(DefaultCheckpoint):
         return everystep.Checkpointer(directory / "run", self.state(probe), mode=mode, preemption=False)
 
 
-class Framework(ABC):
-    """Everything that the study knows of one framework."""
-
-    mechanisms: ClassVar[tuple[type[Mechanism], ...]] = ()
-    defaults: ClassVar[tuple[type[DefaultCheckpoint], ...]] = ()
-    models: ClassVar[tuple[str, ...]] = ("mlp", "resnet50", "vgg16", "gpt2")
-
-    @abstractmethod
-    def versions(self) -> dict[str, str]:
-        """Of the packages that matter here."""
-
-    @abstractmethod
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        """The model of `models.size_of`, with its optimizer's state made (perhaps by one step)."""
-
-    def probe(self, seed: int) -> Probe:
-        raise NotImplementedError("this framework has no probe for determinism")
-
-
 class LoopMechanism(Mechanism):
     """A way to checkpoint that a trainer's own loop drives: only its name and kind, it is never opened."""
 
@@ -215,12 +199,36 @@ class LoopMechanism(Mechanism):
         raise NotImplementedError
 
 
-class LoopFramework(Framework):
-    """A trainer that owns its loop, so that whole loops are measured. It takes part in ``cost`` only."""
+class LoopSync(LoopMechanism):
+    key, title = "everystep-sync", "Everystep, sync"
+    ours = always_durable = True
 
-    @abstractmethod
-    def loop(self, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
-        """Trains the model that was built last for ``steps + 2`` steps; no checkpoints if `mechanism` is "".
 
-        Returns the seconds from the beginning of the second step to the beginning of the last one.
-        """
+class LoopOverlap(LoopMechanism):
+    key, title = "everystep-overlap", "Everystep, overlap"
+    ours = always_durable = background = True
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Everything that the study knows of one framework."""
+
+    packages: Mapping[str, str]
+    """Those whose versions matter here, by the names that the report has for them."""
+    training: Callable[[str, bool, int], Training]
+    """Of a model, quick or not, and a seed; with its optimizer's state made (perhaps by one step)."""
+    mechanisms: tuple[type[Mechanism], ...]
+    probe: Callable[[int], Probe] | None = None
+    """Of a seed, for ``determinism``."""
+    defaults: tuple[type[DefaultCheckpoint], ...] = ()
+    models: tuple[str, ...] = MODELS
+    loop: Callable[[Size, str, bool, int, int, Path], float] | None = None
+    """Of a trainer that owns its loop, so that whole loops are measured. It takes part in ``cost`` only.
+
+    Gets the size of the model, the key of a mechanism ("" for no checkpoints), whether saves must be durable,
+    after how many steps each is due, the number of steps and a directory. It takes two steps more, and
+    returns the seconds from the beginning of the second step to the beginning of the last one.
+    """
+
+    def versions(self) -> dict[str, str]:
+        return {name: importlib.metadata.version(package) for name, package in self.packages.items()}

@@ -9,7 +9,7 @@ import chainer.functions as F
 import chainer.links as L
 import numpy as np
 
-from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg
+from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Size, Vgg
 
 
 class Bottleneck(chainer.Chain):
@@ -117,17 +117,11 @@ class Gpt2(chainer.Chain):
         return F.linear(self.norm(x), self.words.W)
 
 
-def build(size: Mlp | ResNet | Vgg | Gpt, seed: int) -> tuple[Any, Any, Any, Any]:
-    """A model, its optimizer, inputs and targets."""
-    draw = np.random.RandomState(seed)
+def build(size: Size) -> tuple[Any, Any]:
+    """A model and its optimizer."""
     if isinstance(size, Gpt):
-        tokens = draw.randint(size.vocabulary, size=(size.batch, size.sequence + 1)).astype(np.int32)
-        optimizer = chainer.optimizers.Adam(alpha=1e-4, weight_decay_rate=0.01)
-        return Gpt2(size), optimizer, tokens[:, :-1], tokens[:, 1:].reshape(-1)
-    labels = draw.randint(size.classes, size=size.batch).astype(np.int32)
+        return Gpt2(size), chainer.optimizers.Adam(alpha=1e-4, weight_decay_rate=0.01)
     if isinstance(size, Mlp):
-        inputs = draw.standard_normal((size.batch, size.inputs)).astype(np.float32)
-        return mlp(size), chainer.optimizers.Adam(), inputs, labels
-    images = draw.standard_normal((size.batch, 3, size.image, size.image)).astype(np.float32)
+        return mlp(size), chainer.optimizers.Adam()
     model = resnet(size) if isinstance(size, ResNet) else vgg(size)
-    return model, chainer.optimizers.MomentumSGD(0.01, 0.9), images, labels
+    return model, chainer.optimizers.MomentumSGD(0.01, 0.9)

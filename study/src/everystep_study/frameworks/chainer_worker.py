@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import chainer
 import chainer.functions as F
 import numpy as np
 from chainer import serializers
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from everystep_study.frameworks import chainer_models
 from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.chainer_probe import ChainerProbe, EverystepSnapshot, TrainerSnapshot
-from everystep_study.frameworks.models import size_of
+from everystep_study.frameworks.models import data, size_of
 from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
@@ -23,7 +22,10 @@ class ChainerTraining(Training):
     def __init__(self, model: str, quick: bool, seed: int) -> None:
         np.random.seed(seed)
         random.seed(seed)
-        self.model, optimizer, self._inputs, self._targets = chainer_models.build(size_of(model, quick), seed)
+        size = size_of(model, quick)
+        self._inputs, targets = data(size, seed, channels_first=True)
+        self._targets = targets.reshape(-1)
+        self.model, optimizer = chainer_models.build(size)
         self.optimizer = optimizer.setup(self.model)
         self.step()  # makes the optimizer's state
 
@@ -142,18 +144,10 @@ class ChainerOverlap(ChainerSync, EverystepOverlap):
     background = True
 
 
-class ChainerFramework(Framework):
-    mechanisms = (Npz, PlainNpz, Hdf5, ChainerSync, ChainerOverlap)
-    defaults = (TrainerSnapshot, EverystepSnapshot)
-
-    def versions(self) -> dict[str, str]:
-        return {"chainer": chainer.__version__, "numpy (with Chainer)": np.__version__}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        return ChainerTraining(model, quick, seed)
-
-    def probe(self, seed: int) -> ChainerProbe:
-        return ChainerProbe(seed)
-
-
-FRAMEWORK = ChainerFramework()
+FRAMEWORK = Framework(
+    packages={"chainer": "chainer", "numpy (with Chainer)": "numpy"},
+    training=ChainerTraining,
+    probe=ChainerProbe,
+    mechanisms=(Npz, PlainNpz, Hdf5, ChainerSync, ChainerOverlap),
+    defaults=(TrainerSnapshot, EverystepSnapshot),
+)

@@ -1,16 +1,14 @@
-"""DeepSpeed in the suite ``cost``: its engine's checkpoints, its FastFileWriter, and Everystep's."""
+"""DeepSpeed in the suite ``cost``: its engine's checkpoints, `torch.save`, and Everystep's."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-EXTENSIONS = Path(sys.prefix) / "torch-extensions"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch-extensions"))
 
 import deepspeed
 import torch
@@ -18,15 +16,10 @@ import torch.distributed as dist
 
 from everystep_study.files import sync_tree
 from everystep_study.frameworks import torch_models
-from everystep_study.frameworks.api import Framework, Training
+from everystep_study.frameworks.api import Framework
 from everystep_study.frameworks.torch_mechanisms import TorchSave
 from everystep_study.frameworks.torch_training import TorchTraining
 from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
-
-BUFFER_NBYTES = 64 << 20
-"""Of the pinned memory, as in the examples of DeepNVMe."""
-STALE_SECONDS = 900.0
-_BLOCK_NBYTES, _QUEUE_DEPTH = 1 << 20, 32
 
 
 class WithLoss(torch.nn.Module):
@@ -117,77 +110,15 @@ class EverystepUseOverlap(EverystepUse):
         self.subject.engine.checkpoint_engine.finish()
 
 
-class FastWriter(TorchSave):
-    """`torch.save` into a FastFileWriter, which writes past the page cache with libaio.
-
-    It syncs its file when it is closed, also where a save need not be durable.
-    """
-
-    key, title, suffix = "fast-file-writer", "FastFileWriter", ".pt"
-
-    @classmethod
-    def missing(cls) -> str | None:
-        from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
-
-        if type(UtilsBuilder()).__name__ == "NotImplementedBuilder":
-            return "it needs an operation (utils) that DeepSpeed does not offer on the CPU"
-        found = AsyncIOBuilder().is_compatible(verbose=False)
-        return None if found else "DeepSpeed's async_io does not build here: apt install libaio-dev"
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Compiles its library, or finds it compiled. A build that was killed leaves a lock behind."""
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        for lock in EXTENSIONS.glob("*/lock"):
-            if time.time() - lock.stat().st_mtime > STALE_SECONDS:
-                lock.unlink(missing_ok=True)
-        AsyncIOBuilder().load(verbose=False)
-
-    def open(self) -> None:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        self._handle = (
-            AsyncIOBuilder()
-            .load(verbose=False)
-            .aio_handle(
-                block_size=_BLOCK_NBYTES,
-                queue_depth=_QUEUE_DEPTH,
-                single_submit=False,
-                overlap_events=True,
-                intra_op_parallelism=1,
-            )
-        )
-        self._buffer = self._handle.new_cpu_locked_tensor(BUFFER_NBYTES, torch.empty(0, dtype=torch.uint8))
-
-    def write_tree(self, tree: Any, target: Path) -> None:
-        from deepspeed.io import FastFileWriter, FastFileWriterConfig
-
-        target.unlink(missing_ok=True)  # it overwrites, and leaves what an older file has beyond its end
-        writer: Any = FastFileWriter(str(target), FastFileWriterConfig(self._handle, self._buffer))
-        torch.save(tree, writer, _use_new_zipfile_serialization=False)
-        writer.close()
-
-    def close(self) -> None:
-        self._handle.free_cpu_locked_tensor(self._buffer)
-
-
-class DeepSpeedFramework(Framework):
-    mechanisms = (
+FRAMEWORK = Framework(
+    packages={"deepspeed": "deepspeed", "torch": "torch"},
+    training=DeepSpeedTraining,
+    mechanisms=(
         EngineSave,
         TorchSave,
-        FastWriter,
         EverystepUse,
         EverystepUseOverlap,
         EverystepSync,
         EverystepOverlap,
-    )
-
-    def versions(self) -> dict[str, str]:
-        return {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        return DeepSpeedTraining(model, quick, seed)
-
-
-FRAMEWORK = DeepSpeedFramework()
+    ),
+)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg
+from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Size, Vgg
 
 
 class MlpModel(nn.Module):
@@ -81,7 +81,7 @@ class GptModel(nn.Module):
         return words.attend(nn.LayerNorm()(x))
 
 
-def build(size: Mlp | ResNet | Vgg | Gpt) -> tuple[Any, Any]:
+def build(size: Size) -> tuple[Any, Any]:
     """A model and its optimizer."""
     if isinstance(size, Gpt):
         return GptModel(size), optax.adamw(1e-4)
@@ -89,14 +89,3 @@ def build(size: Mlp | ResNet | Vgg | Gpt) -> tuple[Any, Any]:
         return MlpModel(size), optax.adam(1e-3)
     model = ResNetModel(size) if isinstance(size, ResNet) else VggModel(size)
     return model, optax.sgd(0.01, momentum=0.9)
-
-
-def data(size: Mlp | ResNet | Vgg | Gpt, key: Any) -> tuple[Any, Any]:
-    """Inputs and targets."""
-    inputs, targets = jax.random.split(key)
-    if isinstance(size, Gpt):
-        tokens = jax.random.randint(inputs, (size.batch, size.sequence + 1), 0, size.vocabulary)
-        return tokens[:, :-1], tokens[:, 1:]
-    labels = jax.random.randint(targets, (size.batch,), 0, size.classes)
-    shape = (size.inputs,) if isinstance(size, Mlp) else (size.image, size.image, 3)
-    return jax.random.normal(inputs, (size.batch, *shape)), labels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from everystep_study.files import sync_tree
 from everystep_study.frameworks import jax_models
 from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.jax_probe import EverystepTree, JaxProbe, OrbaxTrainState
-from everystep_study.frameworks.models import size_of
+from everystep_study.frameworks.models import data, size_of
 from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
@@ -32,8 +31,9 @@ class Program:
         self.begin = jax.jit(self._begin)
         self.train = jax.jit(self._train)
 
-    def data(self, key: Any) -> tuple[Any, Any]:
-        return jax_models.data(self._size, key)
+    def data(self, seed: int) -> tuple[Any, Any]:
+        inputs, targets = data(self._size, seed, channels_first=False)
+        return jax.numpy.asarray(inputs), jax.numpy.asarray(targets)
 
     def _begin(self, begin: Any, dropout: Any, inputs: Any) -> dict[str, Any]:
         variables = self._model.init({"params": begin, "dropout": dropout}, inputs)
@@ -64,9 +64,9 @@ class JaxTraining(Training):
     """`state` has all that a step changes: variables (weights, batch statistics), optimizer, random key."""
 
     def __init__(self, model: str, quick: bool, seed: int) -> None:
-        begin, data, dropout = jax.random.split(jax.random.key(seed), 3)
+        begin, dropout = jax.random.split(jax.random.key(seed))
         self._program = program_of(model, quick)
-        self._data = self._program.data(data)
+        self._data = self._program.data(seed)
         self.state: dict[str, Any] = self._program.begin(begin, dropout, self._data[0])
 
     def step(self) -> float:
@@ -197,19 +197,10 @@ class JaxOverlap(JaxSync, EverystepOverlap):
     background = True
 
 
-class JaxFramework(Framework):
-    mechanisms = (Orbax, OrbaxAsync, Msgpack, JaxSync, JaxOverlap)
-    defaults = (OrbaxTrainState, EverystepTree)
-
-    def versions(self) -> dict[str, str]:
-        names = ("jax", "flax", "optax", "orbax-checkpoint", "numpy")
-        return {name: importlib.metadata.version(name) for name in names}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        return JaxTraining(model, quick, seed)
-
-    def probe(self, seed: int) -> JaxProbe:
-        return JaxProbe(seed)
-
-
-FRAMEWORK = JaxFramework()
+FRAMEWORK = Framework(
+    packages={name: name for name in ("jax", "flax", "optax", "orbax-checkpoint", "numpy")},
+    training=JaxTraining,
+    probe=JaxProbe,
+    mechanisms=(Orbax, OrbaxAsync, Msgpack, JaxSync, JaxOverlap),
+    defaults=(OrbaxTrainState, EverystepTree),
+)

@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from everystep_study.files import sync_tree
 from everystep_study.frameworks import torch_models
-from everystep_study.frameworks.api import LoopFramework, LoopMechanism, Training
-from everystep_study.frameworks.models import size_of
+from everystep_study.frameworks.api import Framework, LoopMechanism, LoopOverlap, LoopSync
+from everystep_study.frameworks.models import Size
 from everystep_study.frameworks.torch_training import TorchTraining
 
 warnings.filterwarnings("ignore")
@@ -30,16 +30,6 @@ class Own(LoopMechanism):
 class ThroughIO(LoopMechanism):
     key, title = "everystep-io", "ModelCheckpoint, EverystepIO"
     ours = always_durable = True
-
-
-class EverystepSync(LoopMechanism):
-    key, title = "everystep-sync", "EverystepCallback, sync"
-    ours = always_durable = True
-
-
-class EverystepOverlap(LoopMechanism):
-    key, title = "everystep-overlap", "EverystepCallback, overlap"
-    ours = always_durable = background = True
 
 
 class SyncedIO(TorchCheckpointIO):
@@ -61,7 +51,7 @@ class Clock(Callback):
 class Module(lightning.LightningModule):
     def __init__(self, size: Any, batches: int) -> None:
         super().__init__()
-        self.net, self._optimizer, batch = torch_models.build(size)
+        self.net, self._optimizer, batch = torch_models.build(size, 0)
         self._batches = [batch] * batches
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -74,45 +64,40 @@ class Module(lightning.LightningModule):
         return torch.utils.data.DataLoader(self._batches, batch_size=None)  # type: ignore[arg-type]
 
 
-class LightningFramework(LoopFramework):
-    mechanisms = (Own, ThroughIO, EverystepSync, EverystepOverlap)
+def loop(size: Size, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
+    from everystep.integrations.lightning import EverystepCallback, EverystepIO
 
-    def versions(self) -> dict[str, str]:
-        return {"lightning": lightning.__version__, "torch": torch.__version__}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        self._size = size_of(model, quick)
-        return TorchTraining(model, quick, seed)
-
-    def loop(self, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
-        from everystep.integrations.lightning import EverystepCallback, EverystepIO
-
-        torch.manual_seed(0)
-        clock = Clock()
-        callbacks: list[Any] = [clock]
-        plugins: list[Any] = []
-        if mechanism in ("model-checkpoint", "everystep-io"):
-            callbacks.append(ModelCheckpoint(directory, every_n_train_steps=every))
-            if mechanism == "everystep-io":
-                plugins.append(EverystepIO())
-            elif durable:
-                plugins.append(SyncedIO())
-        elif mechanism:
-            mode = mechanism.removeprefix("everystep-")
-            callbacks.append(EverystepCallback(directory / "run", every=every, mode=mode))
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_steps=steps + 2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=mechanism in ("model-checkpoint", "everystep-io"),
-            callbacks=callbacks,
-            plugins=plugins,
-            default_root_dir=directory,
-        )
-        trainer.fit(Module(self._size, steps + 2))
-        return clock.begun[1 + steps] - clock.begun[1]
+    torch.manual_seed(0)
+    clock = Clock()
+    callbacks: list[Any] = [clock]
+    plugins: list[Any] = []
+    if mechanism in ("model-checkpoint", "everystep-io"):
+        callbacks.append(ModelCheckpoint(directory, every_n_train_steps=every))
+        if mechanism == "everystep-io":
+            plugins.append(EverystepIO())
+        elif durable:
+            plugins.append(SyncedIO())
+    elif mechanism:
+        mode = mechanism.removeprefix("everystep-")
+        callbacks.append(EverystepCallback(directory / "run", every=every, mode=mode))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=steps + 2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=mechanism in ("model-checkpoint", "everystep-io"),
+        callbacks=callbacks,
+        plugins=plugins,
+        default_root_dir=directory,
+    )
+    trainer.fit(Module(size, steps + 2))
+    return clock.begun[1 + steps] - clock.begun[1]
 
 
-FRAMEWORK = LightningFramework()
+FRAMEWORK = Framework(
+    packages={"lightning": "lightning", "torch": "torch"},
+    training=TorchTraining,
+    mechanisms=(Own, ThroughIO, LoopSync, LoopOverlap),
+    loop=loop,
+)

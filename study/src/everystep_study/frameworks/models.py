@@ -8,6 +8,12 @@ checkpoint costs depends on the parameters, not on the pixels. Quick sizes have 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
 
 MODELS = ("mlp", "resnet50", "vgg16", "gpt2")
 TITLES = {"mlp": "MLP", "resnet50": "ResNet-50", "vgg16": "VGG-16", "gpt2": "GPT-2"}
@@ -66,13 +72,15 @@ class Gpt:
     batch: int = 2
 
 
-FULL: dict[str, Mlp | ResNet | Vgg | Gpt] = {
+Size: TypeAlias = Mlp | ResNet | Vgg | Gpt
+
+FULL: dict[str, Size] = {
     "mlp": Mlp(),
     "resnet50": ResNet(),
     "vgg16": Vgg(),
     "gpt2": Gpt(),
 }
-QUICK: dict[str, Mlp | ResNet | Vgg | Gpt] = {
+QUICK: dict[str, Size] = {
     "mlp": Mlp(hidden=(256, 256)),
     "resnet50": ResNet(width=16, classes=100, image=32),
     "vgg16": Vgg(_layers(16), 512, 100, 32),
@@ -80,5 +88,20 @@ QUICK: dict[str, Mlp | ResNet | Vgg | Gpt] = {
 }
 
 
-def size_of(model: str, quick: bool) -> Mlp | ResNet | Vgg | Gpt:
+def size_of(model: str, quick: bool) -> Size:
     return (QUICK if quick else FULL)[model]
+
+
+def data(size: Size, seed: int, *, channels_first: bool) -> tuple[Array, Array]:
+    """One batch of made-up inputs and targets."""
+    draw = np.random.default_rng(seed)
+    if isinstance(size, Gpt):
+        tokens = draw.integers(size.vocabulary, size=(size.batch, size.sequence + 1)).astype(np.int32)
+        return tokens[:, :-1], tokens[:, 1:]
+    labels = draw.integers(size.classes, size=size.batch).astype(np.int32)
+    if isinstance(size, Mlp):
+        shape: tuple[int, ...] = (size.inputs,)
+    else:
+        place = (size.image, size.image)
+        shape = (3, *place) if channels_first else (*place, 3)
+    return draw.standard_normal((size.batch, *shape)).astype(np.float32), labels

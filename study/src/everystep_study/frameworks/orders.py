@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from everystep_study.costs import cost_of, wall_seconds
 from everystep_study.files import files_below
-from everystep_study.frameworks.api import Arrays, Framework, LoopFramework, Training
+from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.mechanism import Mechanism
 from everystep_study.results import PEAK_NBYTES, SECONDS
 
@@ -49,7 +49,7 @@ class Context:
         return self._training
 
     def build(self, model: str, quick: bool, seed: int) -> Training:
-        self._training, self.built = self.framework.build(model, quick, seed), (model, quick, seed)
+        self._training, self.built = self.framework.training(model, quick, seed), (model, quick, seed)
         self.filled = None
         return self._training
 
@@ -86,7 +86,7 @@ def hello(context: Context, module: str) -> dict[str, Any]:
     return {
         "versions": framework.versions(),
         "models": list(framework.models),
-        "loop": isinstance(framework, LoopFramework),
+        "loop": framework.loop is not None,
         "mechanisms": [
             {**{name: getattr(each, name) for name in _SHOWN}, "missing": each.missing()}
             for each in framework.mechanisms
@@ -153,7 +153,7 @@ def load(
     model, quick, seed = context.built
     fresh = _changed(context) if again else None
     if fresh is None:
-        fresh = context.framework.build(model, quick, seed + 1)
+        fresh = context.framework.training(model, quick, seed + 1)
     context.filled = fresh if again else None  # kept, it would count as memory of the next load
     with context.opened(
         mechanism, directory, durable=False, weights_only=weights_only, training=fresh

@@ -113,8 +113,37 @@ class Savez(Mechanism):
 
     def write(self, target: Path) -> None:
         with target.open("wb") as file:
-            np.savez(file, allow_pickle=False, **self.subject.arrays)
+            self.save_arrays(file, **self.subject.arrays)
+
+    def save_arrays(self, file: Any, **arrays: Any) -> None:
+        np.savez(file, allow_pickle=False, **arrays)
 
     def load(self) -> None:
         with np.load(self.path, allow_pickle=False) as archive:
             self.subject.put({name: archive[name] for name in archive.files})
+
+
+class SavezCompressed(Savez):
+    key, title = "compressed", "np.savez_compressed"
+
+    def save_arrays(self, file: Any, **arrays: Any) -> None:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+class Joblib(Mechanism):
+    """`joblib.dump` of numpy arrays, as scikit-learn's guide has it."""
+
+    key, title = "joblib", "joblib"
+    needs = ("joblib",)
+    subject: State
+
+    def write(self, target: Path) -> None:
+        import joblib
+
+        with target.open("wb") as file:
+            joblib.dump(self.subject.arrays, file)
+
+    def load(self) -> None:
+        import joblib
+
+        self.subject.put(joblib.load(self.path))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 from keras import layers, ops
 
-from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg
+from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Size, Vgg
 
 
 @keras.saving.register_keras_serializable("everystep")
@@ -82,16 +81,11 @@ def _mlp(size: Mlp) -> Any:
     return keras.Model(inputs, layers.Dense(size.classes)(x))
 
 
-def build(size: Mlp | ResNet | Vgg | Gpt, seed: int) -> tuple[Any, Any, Any, Any]:
-    """A model, its optimizer, inputs and targets."""
-    draw = np.random.default_rng(seed)
+def build(size: Size) -> tuple[Any, Any]:
+    """A model and its optimizer."""
     if isinstance(size, Gpt):
-        tokens = draw.integers(size.vocabulary, size=(size.batch, size.sequence + 1)).astype(np.int32)
-        return _gpt(size), keras.optimizers.AdamW(1e-4), tokens[:, :-1], tokens[:, 1:]
-    labels = draw.integers(size.classes, size=size.batch).astype(np.int32)
+        return _gpt(size), keras.optimizers.AdamW(1e-4)
     if isinstance(size, Mlp):
-        inputs = draw.standard_normal((size.batch, size.inputs)).astype(np.float32)
-        return _mlp(size), keras.optimizers.Adam(), inputs, labels
-    images = draw.standard_normal((size.batch, size.image, size.image, 3)).astype(np.float32)
+        return _mlp(size), keras.optimizers.Adam()
     model = _resnet(size) if isinstance(size, ResNet) else _vgg(size)
-    return model, keras.optimizers.SGD(0.01, momentum=0.9), images, labels
+    return model, keras.optimizers.SGD(0.01, momentum=0.9)

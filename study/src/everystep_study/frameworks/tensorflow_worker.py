@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from everystep_study.frameworks import tensorflow_models
 from everystep_study.frameworks.api import Arrays, Framework, Training
-from everystep_study.frameworks.models import size_of
+from everystep_study.frameworks.models import data, size_of
 from everystep_study.frameworks.tensorflow_probe import (
     CheckpointOfBoth,
     EverystepObjects,
@@ -35,9 +35,9 @@ class TensorFlowTraining(Training):
         keras.utils.clear_session()  # so that variables have the same names each time
         keras.utils.set_random_seed(seed)
         random.seed(seed)
-        made = tensorflow_models.build(size_of(model, quick), seed)
-        self._inputs, self._targets = tf.constant(made[2]), tf.constant(made[3])
-        self.adopt(made[0], made[1])
+        size = size_of(model, quick)
+        self._inputs, self._targets = map(tf.constant, data(size, seed, channels_first=False))
+        self.adopt(*tensorflow_models.build(size))
         self.model.compile(self.optimizer, _LOSS)
         self.step()
 
@@ -196,18 +196,10 @@ class TensorFlowSnapshot(TensorFlowSync, EverystepSnapshot):
     background = True
 
 
-class TensorFlowFramework(Framework):
-    mechanisms = (KerasFile, WeightsHdf5, TrainCheckpoint, SavedModel, TensorFlowSync, TensorFlowSnapshot)
-    defaults = (WholeModel, CheckpointOfBoth, EverystepObjects)
-
-    def versions(self) -> dict[str, str]:
-        return {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        return TensorFlowTraining(model, quick, seed)
-
-    def probe(self, seed: int) -> TensorFlowProbe:
-        return TensorFlowProbe(seed)
-
-
-FRAMEWORK = TensorFlowFramework()
+FRAMEWORK = Framework(
+    packages={"tensorflow": "tensorflow-cpu", "keras": "keras", "numpy": "numpy"},
+    training=TensorFlowTraining,
+    probe=TensorFlowProbe,
+    mechanisms=(KerasFile, WeightsHdf5, TrainCheckpoint, SavedModel, TensorFlowSync, TensorFlowSnapshot),
+    defaults=(WholeModel, CheckpointOfBoth, EverystepObjects),
+)

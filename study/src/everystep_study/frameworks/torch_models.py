@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg
+from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Size, Vgg, data
 from everystep_study.states import HEAD_WIDTH
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -128,21 +128,18 @@ def gpt_loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.T
     return loss
 
 
-def build(size: Mlp | ResNet | Vgg | Gpt) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """A model, its optimizer and one batch, from torch's global random numbers."""
+def build(size: Size, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    """A model, its optimizer and one batch. The weights come from torch's global random numbers."""
+    inputs, targets = (torch.from_numpy(array) for array in data(size, seed, channels_first=True))
+    batch = (inputs, targets.long())
     if isinstance(size, Gpt):
         model: nn.Module = gpt(size)
-        tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1))
-        batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch
-    targets = torch.randint(size.classes, (size.batch,))
     if isinstance(size, Mlp):
         model = mlp(size)
-        inputs = torch.randn(size.batch, size.inputs)
-        return model, torch.optim.Adam(model.parameters(), lr=1e-3), (inputs, targets)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-3), batch
     model = resnet(size) if isinstance(size, ResNet) else vgg(size)
-    images = torch.randn(size.batch, 3, size.image, size.image)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), (images, targets)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), batch
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from everystep_study.frameworks import torch_models
 from everystep_study.frameworks.api import Arrays, Training
-from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg, size_of
+from everystep_study.frameworks.models import Gpt, Size, size_of
 from everystep_study.frameworks.torch_mechanisms import flatten
 from everystep_study.states import Gpt2, Load
 
@@ -31,9 +31,9 @@ class TorchTraining(Training):
         self._make(size_of(model, quick), seed)
         self.step()  # makes the optimizer's state
 
-    def _make(self, size: Mlp | ResNet | Vgg | Gpt, seed: int) -> None:
+    def _make(self, size: Size, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model, self.optimizer, self._batch = torch_models.build(size)
+        self.model, self.optimizer, self._batch = torch_models.build(size, seed)
 
     def step(self) -> float:
         loss = torch_models.loss_of(self.model, self._batch)

@@ -10,23 +10,13 @@ import torch
 import transformers
 
 from everystep_study.files import sync_tree
-from everystep_study.frameworks.api import LoopFramework, LoopMechanism, Training
-from everystep_study.frameworks.models import Gpt, size_of
+from everystep_study.frameworks.api import Framework, LoopMechanism, LoopOverlap, LoopSync
+from everystep_study.frameworks.models import Gpt, Size
 from everystep_study.frameworks.torch_training import TorchTraining
 
 
 class Own(LoopMechanism):
     key, title = "trainer", "Trainer's own"
-
-
-class EverystepSync(LoopMechanism):
-    key, title = "everystep-sync", "Everystep, sync"
-    ours = always_durable = True
-
-
-class EverystepOverlap(LoopMechanism):
-    key, title = "everystep-overlap", "Everystep, overlap"
-    ours = always_durable = background = True
 
 
 class Clock(transformers.TrainerCallback):
@@ -44,53 +34,47 @@ class Clock(transformers.TrainerCallback):
             sync_tree(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
-class TransformersFramework(LoopFramework):
-    mechanisms = (Own, EverystepSync, EverystepOverlap)
-    models = ("gpt2",)
+def loop(size: Size, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
+    from everystep.integrations.transformers import EverystepTrainer
 
-    def versions(self) -> dict[str, str]:
-        return {"transformers": transformers.__version__, "torch": torch.__version__}
-
-    def build(self, model: str, quick: bool, seed: int) -> Training:
-        self._size = size_of(model, quick)
-        return TorchTraining(model, quick, seed)
-
-    def loop(self, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
-        from everystep.integrations.transformers import EverystepTrainer
-
-        size = self._size
-        assert isinstance(size, Gpt)
-        transformers.set_seed(0)
-        config = transformers.GPT2Config(
-            vocab_size=size.vocabulary, n_embd=size.width, n_layer=size.layers, n_head=size.width // 64
-        )
-        ids = torch.randint(size.vocabulary, (size.sequence,))
-        arguments = transformers.TrainingArguments(
-            output_dir=str(directory),
-            max_steps=steps + 2,
-            per_device_train_batch_size=size.batch,
-            save_strategy="steps" if mechanism == "trainer" else "no",
-            save_steps=every,
-            save_total_limit=2,
-            logging_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            report_to=[],
-        )
-        clock = Clock(durable and mechanism == "trainer")
-        common: dict[str, Any] = {
-            "model": transformers.GPT2LMHeadModel(config),
-            "args": arguments,
-            "train_dataset": [{"input_ids": ids, "labels": ids}] * size.batch * (steps + 2),
-            "callbacks": [clock],
-        }
-        if mechanism.startswith("everystep"):
-            mode = mechanism.removeprefix("everystep-")
-            trainer = EverystepTrainer(**common, everystep={"every": every, "mode": mode})
-        else:
-            trainer = transformers.Trainer(**common)
-        trainer.train()
-        return clock.begun[1 + steps] - clock.begun[1]
+    assert isinstance(size, Gpt)
+    transformers.set_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=size.vocabulary, n_embd=size.width, n_layer=size.layers, n_head=size.width // 64
+    )
+    ids = torch.randint(size.vocabulary, (size.sequence,))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(directory),
+        max_steps=steps + 2,
+        per_device_train_batch_size=size.batch,
+        save_strategy="steps" if mechanism == "trainer" else "no",
+        save_steps=every,
+        save_total_limit=2,
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        report_to=[],
+    )
+    clock = Clock(durable and mechanism == "trainer")
+    common: dict[str, Any] = {
+        "model": transformers.GPT2LMHeadModel(config),
+        "args": arguments,
+        "train_dataset": [{"input_ids": ids, "labels": ids}] * size.batch * (steps + 2),
+        "callbacks": [clock],
+    }
+    if mechanism.startswith("everystep"):
+        mode = mechanism.removeprefix("everystep-")
+        trainer = EverystepTrainer(**common, everystep={"every": every, "mode": mode})
+    else:
+        trainer = transformers.Trainer(**common)
+    trainer.train()
+    return clock.begun[1 + steps] - clock.begun[1]
 
 
-FRAMEWORK = TransformersFramework()
+FRAMEWORK = Framework(
+    packages={"transformers": "transformers", "torch": "torch"},
+    training=TorchTraining,
+    mechanisms=(Own, LoopSync, LoopOverlap),
+    models=("gpt2",),
+    loop=loop,
+)

@@ -27,10 +27,8 @@ from everystep_study.report import (
     Source,
     Strip,
     SuiteReport,
-    Table,
     is_ours,
     small,
-    table,
     whole,
 )
 from everystep_study.results import Row
@@ -46,7 +44,7 @@ _MODEL = "mlp"
 
 
 NOTICED_LOSS = 0.01
-"""A loss that is off by more than this part of it would be seen by whoever watches the curve."""
+"""A loss that is off by more than this part of it can be seen in its curve."""
 _NEIGHBOURS = 8
 
 
@@ -59,7 +57,7 @@ def flip_and_train(
     `draw` chooses the weights. Our own checkpoint goes back, where there is one: it is quick and exact.
     """
     model, quick, _ = context.built
-    training = context.framework.build(model, quick, seed)
+    training = context.framework.training(model, quick, seed)
     for _ in range(steps):
         training.step()
     kinds = context.framework.mechanisms
@@ -192,10 +190,17 @@ _BITS_BELOW = ("0, least of the fraction", "23 to 30: exponent, 31: sign")
 def _items(source: Source) -> Iterator[Item]:
     if trained := source.rows("training"):
         yield _trained_strip(source, trained)
-        yield _trained(source, trained)
+        headings = {
+            "bits noticed in the loss": "noticed_bits",
+            "bits that break it": "broken_bits",
+            "lowest bit noticed": "lowest_noticed_bit",
+        }
+        title = f"Training, of {BITS} bits: medians (lowest{NOTHING}highest)"
+        yield source.table(title, "training", headings, whole)
     if loaded := source.rows("loader"):
         yield _loaded_strip(source, loaded)
-        yield _loaded(source, loaded)
+        headings = {"bits found in files and flipped": "found", "refused": "refused", "loaded": "silent"}
+        yield source.table("Loaders", "loader", headings, whole)
 
 
 def _trained_strip(source: Source, rows: Sequence[Row]) -> Strip:
@@ -211,13 +216,6 @@ def _trained_strip(source: Source, rows: Sequence[Row]) -> Strip:
     return Strip("Training on flipped weights, worst of all rounds, by bit", legend, made, _BITS_BELOW)
 
 
-def _trained(source: Source, rows: Sequence[Row]) -> Table:
-    names = ("noticed_bits", "broken_bits", "lowest_noticed_bit")
-    headings = ("bits noticed in the loss", "bits that break it", "lowest bit noticed")
-    title = f"Training, of {BITS} bits: medians (lowest{NOTHING}highest)"
-    return table(title, headings, rows, lambda row: [source.cell(row, name, whole) for name in names])
-
-
 def _loaded_strip(source: Source, rows: Sequence[Row]) -> Strip:
     def square(row: Row, bit: int) -> tuple[str, Number | None]:
         refused = source.number(row, f"refused, bit {bit}", whole)
@@ -228,12 +226,6 @@ def _loaded_strip(source: Source, rows: Sequence[Row]) -> Strip:
     made = tuple((row.title, tuple(square(row, bit) for bit in range(BITS)), is_ours(row)) for row in rows)
     legend = (("good", "the loader refuses"), ("bad", "loaded without a word"), ("none", "not found"))
     return Strip("Loading a checkpoint with the bit flipped in its file, by bit", legend, made, _BITS_BELOW)
-
-
-def _loaded(source: Source, rows: Sequence[Row]) -> Table:
-    names = ("found", "refused", "silent")
-    headings = ("bits found in files and flipped", "refused", "loaded")
-    return table("Loaders", headings, rows, lambda row: [source.cell(row, name, whole) for name in names])
 
 
 REPORT = SuiteReport(

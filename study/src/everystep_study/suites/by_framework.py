@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from everystep_study.frameworks import Entry, orders
+from everystep_study.frameworks import FrameworkEntry, orders
 from everystep_study.frameworks.models import TITLES
 from everystep_study.report import SuiteReport, View
 from everystep_study.results import Result
@@ -63,7 +63,7 @@ class FrameworkSuite(Suite):
 
     report: ClassVar[SuiteReport]
     framework: str
-    entry: Entry
+    entry: FrameworkEntry
     model: str
     quick: bool = False
     seed: int = 0

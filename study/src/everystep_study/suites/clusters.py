@@ -7,24 +7,27 @@ durable), what a checkpoint per iteration costs a fit, and whether a commit grow
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from everystep_study import results
 from everystep_study.files import missing_modules, sync
+from everystep_study.frameworks.plain import Joblib, Pickle, Savez, SavezCompressed
+from everystep_study.frameworks.torch_mechanisms import TorchSave
+from everystep_study.mechanism import Mechanism
 from everystep_study.report import Columns, View, milliseconds
 from everystep_study.results import SECONDS, Bar, Interval, Result, Row
+from everystep_study.states import State
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
 
 Array = np.ndarray[Any, Any]
@@ -70,39 +73,19 @@ def mixture_state(data: Array, k: int) -> dict[str, Array]:
     }
 
 
-def _any(state: Mapping[str, Array]) -> Mapping[str, Any]:
-    return state
-
-
-def _torch_save(state: Mapping[str, Array], file: IO[bytes]) -> None:
-    import torch
-
-    torch.save({name: torch.from_numpy(array) for name, array in state.items()}, file)
-
-
-def _joblib(state: Mapping[str, Array], file: IO[bytes]) -> None:
-    import joblib
-
-    joblib.dump(dict(state), file)
-
-
-WRITERS: dict[str, tuple[str, str, Callable[[Mapping[str, Array], IO[bytes]], object]]] = {
-    "savez": ("np.savez", "numpy", lambda state, file: np.savez(file, **_any(state))),
-    "compressed": (
-        "np.savez_compressed",
-        "numpy",
-        lambda state, file: np.savez_compressed(file, **_any(state)),
-    ),
-    "pickle": ("pickle", "numpy", lambda state, file: pickle.dump(state, file, protocol=5)),
-    "joblib": ("joblib", "joblib", _joblib),
-    "torch": ("torch.save", "torch", _torch_save),
+WRITERS: dict[str, type[Mechanism]] = {
+    "savez": Savez,
+    "compressed": SavezCompressed,
+    "pickle": Pickle,
+    "joblib": Joblib,
+    "torch": TorchSave,
 }
 
 
 class Checkpoint(Case):
     """One checkpoint. `medium` is where: in the turn's directory, or in memory (tmpfs)."""
 
-    def __init__(self, section: str, key: str, state: Mapping[str, Array], in_memory: bool) -> None:
+    def __init__(self, section: str, key: str, state: State, in_memory: bool) -> None:
         self.key, self.sections = key, (section,)
         self.title = self._title(key)
         self._state, self._in_memory = state, in_memory
@@ -114,12 +97,12 @@ class Checkpoint(Case):
     def _title(key: str) -> str:
         name, _, durable = key.partition("-")
         if name in WRITERS:
-            return WRITERS[name][0] + (", durable" if durable else "")
+            return WRITERS[name].title + (", durable" if durable else "")
         return {"shelf": "everystep.Shelf", "floor": "one sync of 4 KiB"}[name]
 
     def missing(self) -> str | None:
         name = self.key.partition("-")[0]
-        return missing_modules(WRITERS[name][1]) if name in WRITERS else None
+        return WRITERS[name].missing() if name in WRITERS else None
 
     def setup(self, directory: Path) -> None:
         if self._in_memory:
@@ -128,8 +111,8 @@ class Checkpoint(Case):
         if self.key == "shelf":
             import everystep
 
-            nbytes = sum(array.nbytes for array in self._state.values())
-            self._shelf = everystep.Shelf(folder / "fit.shelf", size=8 * nbytes + (16 << 20))
+            size = 8 * self._state.nbytes + (16 << 20)
+            self._shelf = everystep.Shelf(folder / "fit.shelf", size=size)
         elif self.key == "floor":
             self._floor = os.open(folder / "floor", os.O_RDWR | os.O_CREAT)
             os.posix_fallocate(self._floor, 0, 1 << 20)
@@ -138,7 +121,7 @@ class Checkpoint(Case):
 
     def measure(self, turn: Turn) -> None:
         # An iteration has changed the state: nothing may be left out because it is equal.
-        for array in self._state.values():
+        for array in self._state.arrays.values():
             array.reshape(-1)[:1] = turn.round
         folder = self._folder or turn.directory
         call = {"shelf": self._commit, "floor": self._sync}.get(self.key) or (lambda: self._write(folder))
@@ -154,7 +137,7 @@ class Checkpoint(Case):
 
     def _commit(self) -> None:
         with self._shelf.transaction():
-            for name, array in self._state.items():
+            for name, array in self._state.arrays.items():
                 self._shelf[name] = array
 
     def _sync(self) -> None:
@@ -165,18 +148,15 @@ class Checkpoint(Case):
         name, _, durable = self.key.partition("-")
         path = folder / "checkpoint"
         target = folder / "checkpoint.tmp" if durable else path
-        with open(target, "wb") as file:
-            WRITERS[name][2](self._state, file)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        WRITERS[name](self._state, folder, durable=False).write(target)
         if durable:
+            sync(target)
             os.rename(target, path)
             sync(folder)
 
     def check(self) -> None:
         if self._shelf is not None:
-            for name, array in self._state.items():
+            for name, array in self._state.arrays.items():
                 if not np.array_equal(self._shelf[name], array):
                     raise RuntimeError(f"the shelf holds something else as {name}")
 
@@ -333,7 +313,8 @@ class ClustersSuite(Suite):
         yield f"mixture, {notes.shape[1]} features, k=4", mixture, notes
 
     @staticmethod
-    def _checkpoints(section: str, k: int, state: Any, in_memory: bool, rounds: int) -> Group:
+    def _checkpoints(section: str, k: int, arrays: dict[str, Array], in_memory: bool, rounds: int) -> Group:
+        state = State.of(arrays)
         keys = ["shelf", "floor", *WRITERS, *(f"{name}-durable" for name in WRITERS)]
         cases = [Checkpoint(section, key, state, in_memory) for key in keys]
         return Group(f"{section}, k={k}", cases, rounds, warm_up=2, settle=False)
@@ -347,8 +328,8 @@ class ClustersSuite(Suite):
         for section in dict.fromkeys(checkpoints):
             for kind, ending in (("durable", "-durable"), ("without fsync", "")):
                 columns: Columns = {
-                    title: (lambda row, key=name + ending: _times(result, row, key))  # type: ignore[misc]
-                    for name, (title, _, _) in WRITERS.items()
+                    kind.title: (lambda row, key=name + ending: _times(result, row, key))  # type: ignore[misc]
+                    for name, kind in WRITERS.items()
                 }
                 if ending:
                     columns["one sync, ms"] = lambda row: milliseconds(_median(result.beside(row, "floor")))
@@ -392,12 +373,8 @@ class ClustersSuite(Suite):
                 promise, key = f"checkpoints, of a fit: {row.group}", f"fit-{row.group}"
                 found.append(results.judge(key, promise, "<=", 3.0, "%", share, results.why_not(row)))
         small, large = (result.row("size", f"{m}MB") for m in (self.megabytes[0], self.megabytes[-1]))
-        grown = None
-        if small is not None and large is not None and small.samples and large.samples:
-            grown = results.ratio_interval(large, small)
         promise = f"commit to {self.megabytes[-1]:,} MB, against {self.megabytes[0]} MB"
-        found.append(results.judge("size", promise, "<=", 1.5, "x", grown, results.why_not(small, large)))
-        return found
+        return [*found, results.promised("size", promise, "<=", 1.5, large, small)]
 
 
 _SEEDED: dict[str, Any] = {"n_init": 1, "random_state": 0, "max_iter": 30}
@@ -439,7 +416,7 @@ def _least(result: Result, section: str, name: str, limit: float) -> Bar:
     found = [interval for row in rows if (interval := _interval(result, row, key)) is not None]
     least = min(found, key=lambda interval: interval.value, default=None)
     others = [result.beside(row, key) for row in rows]
-    promise = f"{section}: commit, against {WRITERS[name][0]}, durable"
+    promise = f"{section}: commit, against {WRITERS[name].title}, durable"
     return results.judge(
         f"{section}-{name}", promise, ">=", limit, "x", least, results.why_not(*rows, *others)
     )

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from everystep import inspect
 from everystep_study import results
 from everystep_study.files import files_below
 from everystep_study.report import TIMES, Columns, View
-from everystep_study.results import GB, MIB, SECONDS, Bar, Result, Row, exactly, judge
+from everystep_study.results import GB, MIB, SECONDS, Bar, Result, Row, exactly, judge, promised
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
 
 DEEPSPEED = Path("build/peers/deepspeed/bin/python")
@@ -121,6 +121,10 @@ class ConvertSuite(Suite):
     compared: int = 67
     sizes: tuple[int, ...] = (16, 67, 268)
 
+    @classmethod
+    def quick(cls) -> ConvertSuite:
+        return cls(rounds=3, compared=16, sizes=(16, 67))
+
     def needs(self) -> Needs:
         if not self.python.exists():
             raise RuntimeError(
@@ -196,15 +200,13 @@ class ConvertSuite(Suite):
 
     def bars(self, result: Result) -> list[Bar]:
         found: list[Bar] = []
+        converters = (("everystep", 4.0, "Everystep"), ("everystep-universal", 2.0, "its own layout"))
         for group in ("ZeRO-1", "ZeRO-3"):
             theirs = result.row("convert", "deepspeed", group)
-            for case, limit, to in (
-                ("everystep", 4.0, "Everystep"),
-                ("everystep-universal", 2.0, "its own layout"),
-            ):
+            for case, limit, to in converters:
                 ours = result.row("convert", case, group)
                 promise = f"{group} to {to}, against ds_to_universal"
-                found.append(_compared(f"{group}-{case}", promise, ">=", limit, theirs, ours))
+                found.append(promised(f"{group}-{case}", promise, ">=", limit, theirs, ours))
             found.append(_written_once(result, group))
         rows = [*result.section("convert"), *result.section("sizes")]
         peaks = [
@@ -214,27 +216,12 @@ class ConvertSuite(Suite):
         found.append(judge("memory", promise, "<=", 512.0, "MiB", exactly(max(peaks, default=None))))
         straight, after = result.row("restore", "everystep"), result.row("restore", "converted")
         promise = "restore straight into another world size, against converting first"
-        found.append(_compared("restore", promise, "<=", 1.0, straight, after))
-        return [*found, self._linear(result)]
-
-    def _linear(self, result: Result) -> Bar:
+        found.append(promised("restore", promise, "<=", 1.0, straight, after))
         small, large = (result.row("sizes", str(size)) for size in sorted(self.sizes)[-2:])
-        measured = None
-        if small is not None and large is not None and not results.why_not(small, large):
-            sizes = [row.median("source_nbytes") or 1.0 for row in (small, large)]
-            measured = results.scaled(
-                results.ratio_interval(large, small, "inside_seconds"), sizes[0] / sizes[1]
-            )
+        sizes = [(row and row.median("source_nbytes")) or 1.0 for row in (small, large)]
         promise = "time for a byte of the largest, against one of the next smaller"
-        return judge("linear", promise, "<=", LINEAR, "x", measured, results.why_not(small, large))
-
-
-def _compared(
-    key: str, promise: str, sense: results.Sense, limit: float, above: Row | None, below: Row | None
-) -> Bar:
-    detail = results.why_not(above, below)
-    measured = results.ratio_interval(above, below) if above and below and not detail else None
-    return judge(key, promise, sense, limit, "x", measured, detail)
+        per_byte: Any = {"reading": "inside_seconds", "factor": sizes[0] / sizes[1]}
+        return [*found, promised("linear", promise, "<=", LINEAR, large, small, **per_byte)]
 
 
 def _written_once(result: Result, group: str) -> Bar:

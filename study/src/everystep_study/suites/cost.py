@@ -19,8 +19,8 @@ from typing import Any
 from everystep_study import frameworks
 from everystep_study.costs import wall_seconds
 from everystep_study.files import remove
-from everystep_study.frameworks.api import LoopFramework, Training
-from everystep_study.frameworks.models import TITLES
+from everystep_study.frameworks.api import Training
+from everystep_study.frameworks.models import TITLES, size_of
 from everystep_study.frameworks.orders import Context
 from everystep_study.mechanism import Mechanism
 from everystep_study.report import (
@@ -70,8 +70,8 @@ def train(
     Some saves are made before the clock starts: what is measured is the middle of a training, in which
     every name has been written before, and a save that is due may have to wait for the one before it.
     """
-    if isinstance(context.framework, LoopFramework):
-        return _train_loop(context.framework, mechanism, durable, every, steps, Path(directory))
+    if context.framework.loop is not None:
+        return _train_loop(context, mechanism, durable, every, steps, Path(directory))
     training = context.training
 
     def train_only() -> float:
@@ -116,12 +116,15 @@ def _block(training: Training, opened: Mechanism, every: int, steps: int) -> tup
 
 
 def _train_loop(
-    framework: LoopFramework, mechanism: str, durable: bool, every: list[int], steps: int, directory: Path
+    context: Context, mechanism: str, durable: bool, every: list[int], steps: int, directory: Path
 ) -> dict[str, Any]:
+    loop, size = context.framework.loop, size_of(*context.built[:2])
+    assert loop is not None
+
     def seconds_of(mechanism: str, every: int) -> float:
         directory.mkdir(parents=True)
         try:
-            return framework.loop(mechanism, durable, every, steps, directory)
+            return loop(size, mechanism, durable, every, steps, directory)
         finally:
             remove(directory)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from everystep_study.costs import wall_seconds
 from everystep_study.files import files_below, remove, sync_tree
-from everystep_study.frameworks import Entry
+from everystep_study.frameworks import FrameworkEntry
 from everystep_study.frameworks.orders import Context, build, digest, load, save
 from everystep_study.results import SECONDS
 from everystep_study.suite import Turn
@@ -71,7 +71,7 @@ class Flips(MechanismCase):
             with file_bit_flipped(file, draw.randrange(file.stat().st_size), draw.randrange(8)):
                 try:
                     found = self.process.ask(load, mechanism=self.key, directory=directory, again=True)
-                except WorkerFailed:  # an error, or the end of the process: somebody will look
+                except WorkerFailed:  # an error, or the end of the process: the user will look
                     refused += 1
                 else:
                     silent += not found["readings"]["equal"]
@@ -189,7 +189,7 @@ class Kills(MechanismCase):
 
     def __init__(
         self,
-        entry: Entry,
+        entry: FrameworkEntry,
         process: FrameworkProcess,
         mechanism: dict[str, Any],
         build: dict[str, Any],

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from everystep_study.frameworks.api import Probe
 from everystep_study.frameworks.orders import Context
 from everystep_study.report import (
     NOTHING,
@@ -36,8 +37,15 @@ STEPS = 8
 """N. The scheduler of a probe changes the learning rate in both halves."""
 
 
+def _probe(context: Context, seed: int) -> Probe:
+    make = context.framework.probe
+    if make is None:
+        raise NotImplementedError("this framework has no probe for determinism")
+    return make(seed)
+
+
 def ingredients(context: Context) -> dict[str, Any]:
-    return dict(context.framework.probe(0).ingredients)
+    return dict(_probe(context, 0).ingredients)
 
 
 def resume(
@@ -48,23 +56,22 @@ def resume(
     `without` is the ingredient that is left out; `default` the checkpoint that is used instead of a full
     one.
     """
-    framework = context.framework
-    whole = framework.probe(seed)
+    whole = _probe(context, seed)
     losses = [whole.step() for _ in range(2 * steps)]
     expected = whole.weights()
-    first = framework.probe(seed)
+    first = _probe(context, seed)
     early = [first.step() for _ in range(steps)]
     saved = first.capture()
     restored: dict[str, float] = {}
     if default:
-        checkpoint = next(each for each in framework.defaults if each.key == default)()
+        checkpoint = next(each for each in context.framework.defaults if each.key == default)()
         checkpoint.save(first, Path(directory))
-        resumed = framework.probe(seed + 1)
+        resumed = _probe(context, seed + 1)
         checkpoint.load(resumed, Path(directory))
         loaded = resumed.capture()
         restored = {f"restored, {key}": float(same(saved[key], loaded[key])) for key in saved}
     else:
-        resumed = framework.probe(seed + 1)
+        resumed = _probe(context, seed + 1)
         resumed.restore({key: value for key, value in saved.items() if key != without})
     resumed_losses = early + [resumed.step() for _ in range(steps)]
     differing = [

@@ -146,6 +146,10 @@ class RanksSuite(Suite):
     timeout: float = 300.0
     _problems: list[str] = field(default_factory=list)
 
+    @classmethod
+    def quick(cls) -> RanksSuite:
+        return cls((1, 2), states.QUICK_NBYTES)
+
     def needs(self) -> Needs:
         if not self.ranks or not 1 <= min(self.ranks) <= max(self.ranks) <= MOST_RANKS:
             raise ValueError(f"numbers of ranks are from 1 to {MOST_RANKS}, not {self.ranks}")

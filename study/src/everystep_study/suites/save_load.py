@@ -164,6 +164,10 @@ class SaveLoadSuite(Suite):
     small_rounds: int = 300  # a second; the ratio of medians of 50 strays by 5 %, of these by 1 %
     import_rounds: int = 7
 
+    @classmethod
+    def quick(cls) -> SaveLoadSuite:
+        return cls(nbytes=states.QUICK_NBYTES, rounds=3, small_rounds=100)
+
     def needs(self) -> Needs:
         choose(self.systems, STORING)
         self._shapes = states.shapes_of(self.shape, self.nbytes)
@@ -231,11 +235,16 @@ class SaveLoadSuite(Suite):
         return notes
 
     def bars(self, result: Result) -> list[Bar]:
-        promised = _PROMISES if self.shape != "many-small" else _PROMISES_FOR_MANY_SMALL
-        found = [_faster(result, *promise) for promise in promised]
-        if self.shape != "many-small":
-            found.append(_cpu(result))
-        return [*found, _memory(result), *_import(result), _latency(result)]
+        many_small = self.shape == "many-small"
+        promises = _PROMISES_FOR_MANY_SMALL if many_small else _PROMISES
+        found = [_faster(result, *promise) for promise in promises]
+        return [
+            *found,
+            *([] if many_small else [_cpu(result)]),
+            _memory(result),
+            *_import(result),
+            _latency(result),
+        ]
 
 
 _PROMISES = (
@@ -273,57 +282,45 @@ def save_by_hand(directory: Path, name: str, data: bytes) -> None:
 
 def _faster(result: Result, section: str, other: str, limit: float, promise: str) -> Bar:
     ours, theirs = result.row(section, "everystep"), result.row(section, other)
-    detail = results.why_not(ours, theirs)
-    measured = None
-    if ours is not None and theirs is not None and not detail:
-        measured = results.ratio_interval(theirs, ours)
+    why = ""
     beyond = results.faster(ours, result.row(section, "raw-huge")) if other == "raw" else None
     if beyond is not None and beyond > CREDIBLE_TO_RAW:
-        detail = f"{beyond:.2f} times raw, huge pages: not possible; measure again, quietly, with more rounds"
-        measured = None
+        why = f"{beyond:.2f} times raw, huge pages: not possible; measure again, quietly, with more rounds"
     if section == "load" and result.temperature == "warm":
-        # The promise is about a restart, not about reading from the page cache.
-        measured, detail = None, "the page cache could not be emptied"
-    return results.judge(f"{section}-vs-{other}", promise, ">=", limit, "x", measured, detail)
+        why = "the page cache could not be emptied"  # the promise is about a restart
+    return results.promised(f"{section}-vs-{other}", promise, ">=", limit, theirs, ours, why=why)
 
 
 def _cpu(result: Result) -> Bar:
     row = result.row("save", "everystep")
     measured = None if row is None else results.interval(row, CPU_SECONDS)
     per_gb = results.scaled(measured, GB / result.facts["state_nbytes"])
-    detail = results.why_not(row)
-    return results.judge("save-cpu", "CPU of a save, checksums on", "<=", 0.12, "s/GB", per_gb, detail)
+    promise = "CPU of a save, checksums on"
+    return results.judge("save-cpu", promise, "<=", 0.12, "s/GB", per_gb, results.why_not(row))
 
 
 def _memory(result: Result) -> Bar:
+    """Both ways of saving must keep to it; the worst round of the worse one counts."""
     peaks = [row.peak() for case in SaveLoadSuite.ours if (row := result.row("save", case)) is not None]
-    known = [peak for peak in peaks if peak is not None]
-    # Both ways of saving must keep to it; the worst round of the worse one counts.
-    measured = results.exactly(max(known) / MIB if known else None)
-    detail = results.why_not(result.row("save", "everystep"))
-    return results.judge(
-        "save-memory", "growth of peak memory in a save", "<=", 256.0, "MiB", measured, detail
-    )
+    known = [peak / MIB for peak in peaks if peak is not None]
+    measured, promise = results.exactly(max(known, default=None)), "growth of peak memory in a save"
+    why = results.why_not(result.row("save", "everystep"))
+    return results.judge("save-memory", promise, "<=", 256.0, "MiB", measured, why)
 
 
 def _import(result: Result) -> list[Bar]:
     row = result.row("import", "import")
-    if row is None or not row.samples:
-        return [
-            results.judge("import-time", "import everystep", "<=", 150.0, "ms", None, results.why_not(row))
-        ]
-    seconds = results.scaled(results.interval(row), 1000)
-    ready = f"ready to save after {milliseconds(row.median('ready_seconds'))} ms"
-    heavy = results.exactly(row.peak("heavy_modules"))
+    known = None if row is None or not row.samples else row
+    seconds = None if known is None else results.scaled(results.interval(known), 1000)
+    ready = known and f"ready to save after {milliseconds(known.median('ready_seconds'))} ms"
+    heavy = results.exactly(None if known is None else known.peak("heavy_modules"))
+    detail = ready or results.why_not(row)
     return [
-        results.judge("import-time", "import everystep", "<=", 150.0, "ms", seconds, ready),
+        results.judge("import-time", "import everystep", "<=", 150.0, "ms", seconds, detail),
         results.judge("import-light", "frameworks that this pulls in", "<=", 0.0, "", heavy),
     ]
 
 
 def _latency(result: Result) -> Bar:
     by_hand, ours = result.row("small save", "by-hand"), result.row("small save", "save")
-    known = by_hand is not None and ours is not None
-    measured = results.ratio_interval(ours, by_hand) if known else None  # type: ignore[arg-type]
-    promise = "save of 64 KiB, against doing it by hand"
-    return results.judge("latency", promise, "<=", 1.5, "x", measured, results.why_not(by_hand, ours))
+    return results.promised("latency", "save of 64 KiB, against doing it by hand", "<=", 1.5, ours, by_hand)

@@ -21,16 +21,13 @@ from everystep_study.rank_orders import seconds_of
 from everystep_study.report import (
     NOTHING,
     Bar,
-    Cell,
     Chart,
     Item,
     Source,
     SuiteReport,
-    Table,
     is_ours,
-    table,
 )
-from everystep_study.results import SECONDS, Row, size
+from everystep_study.results import SECONDS, size
 from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite
 from everystep_study.suites.ranks import saved_together
@@ -97,36 +94,24 @@ def project(medians: Mapping[int, float]) -> dict[str, float]:
 
 def _items(source: Source) -> Iterator[Item]:
     for number in WORLDS:
-        rows = source.rows(f"{number} ranks")
+        section = f"{number} ranks"
+        rows = source.rows(section)
         if not any(row.samples for row in rows):
             continue
         names = ("writing_seconds", "waiting_seconds")
         bars = tuple(
             Bar(row.title, tuple(source.number(row, name) for name in names), is_ours(row)) for row in rows
         )
-        ranks = "1 rank" if number == 1 else f"{number} ranks"
+        ranks = "1 rank" if number == 1 else section
         yield Chart(f"{ranks}, mean of the ranks, medians", "ms", ("writing", "waiting"), bars)
-        yield _ranks(source, rows, number, ranks)
-    if projected := source.rows("projection"):
-        yield _projection(source, projected)
-
-
-def _ranks(source: Source, rows: Sequence[Row], number: int, ranks: str) -> Table:
-    spent = [(rank, what) for rank in range(number) for what in ("writing", "waiting")]
-
-    def cells(row: Row) -> list[Cell]:
-        by_rank = [source.cell(row, f"{what}, rank {rank}", spread=False) for rank, what in spent]
-        return [source.cell(row, SECONDS), *by_rank]
-
-    headings = ["until the last has ended, ms", *(f"rank {rank}: {what}, ms" for rank, what in spent)]
-    return table(f"{ranks}: medians (lowest{NOTHING}highest)", headings, rows, cells)
-
-
-def _projection(source: Source, rows: Sequence[Row]) -> Table:
-    names = ["seconds_fixed", "seconds_per_rank", *(f"seconds, {number} ranks" for number in PROJECTED)]
-    headings = ["fixed, ms", "per rank, ms", *(f"{number} ranks, ms" for number in PROJECTED)]
-    title = "Projection, not measured"
-    return table(title, headings, rows, lambda row: [source.cell(row, name) for name in names])
+        spent = [(rank, what) for rank in range(number) for what in ("writing", "waiting")]
+        headings = {f"rank {rank}: {what}, ms": f"{what}, rank {rank}" for rank, what in spent}
+        headings = {"until the last has ended, ms": SECONDS, **headings}
+        yield source.table(f"{ranks}: medians (lowest{NOTHING}highest)", section, headings, spread=1)
+    if source.rows("projection"):
+        headings = {"fixed, ms": "seconds_fixed", "per rank, ms": "seconds_per_rank"}
+        headings |= {f"{number} ranks, ms": f"seconds, {number} ranks" for number in PROJECTED}
+        yield source.table("Projection, not measured", "projection", headings)
 
 
 REPORT = SuiteReport(

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from everystep_study import cache, results, states
 from everystep_study.competitors import TRAINING, choose
 from everystep_study.costs import cpu_seconds, peak_since, reset_peak, return_free_memory
@@ -484,20 +486,17 @@ class TrainingSuite(Suite):
     def bars(self, result: Result) -> list[Bar]:
         row, plain = result.row("step", "overlap"), result.row("step", "none")
         why = results.why_not(plain, row) or self._out_of_range(result)
-        step = stall = None
-        detail, worst = why, why
-        if row is not None and plain is not None and not why:
-            step = results.ratio_interval(row, plain)
-            stall = results.scaled(results.interval(row, "stall_share"), 100)
-            reached = step is not None and step.value <= STEP_GOAL
-            detail = f"goal {STEP_GOAL:.2f}: {'reached' if reached else 'not reached'}"
-            worst = f"worst step {100 * max(row.values('stall_share')):.1f} %"
         promise = "step with a durable checkpoint each, against none"
+        step = results.promised("overlap-step", promise, "<=", STEP_TO_NONE, row, plain, why=why)
+        stall = None
+        if step.measured is not None and row is not None:
+            stall = results.scaled(results.interval(row, "stall_share"), 100)
+            why = f"worst step {100 * max(row.values('stall_share')):.1f} %"
+            if not step.detail:
+                reached = "reached" if step.measured.value <= STEP_GOAL else "not reached"
+                step = msgspec.structs.replace(step, detail=f"goal {STEP_GOAL:.2f}: {reached}")
         waits = "share of a step in which training waits"
-        return [
-            results.judge("overlap-step", promise, "<=", STEP_TO_NONE, "x", step, detail),
-            results.judge("overlap-stall", waits, "<=", STALL_PERCENT, "%", stall, worst),
-        ]
+        return [step, results.judge("overlap-stall", waits, "<=", STALL_PERCENT, "%", stall, why)]
 
     def _out_of_range(self, result: Result) -> str:
         """Why the promises do not apply to this run; empty when they do."""
