@@ -60,7 +60,8 @@ from everystep.plan.world import Seen, View, merge_views
 from everystep.store.commit.round import ShareWritten
 from everystep.store.ranks.checks.values import check_values, values_digest
 from everystep.store.ranks.checks.views import decode_view, encode_view
-from everystep.store.ranks.save_round import Call, Calls, SaveRound
+from everystep.store.ranks.meeting import Meeting
+from everystep.store.ranks.save_round import SaveRound
 from everystep_study import pages, report, results, runner, writers
 from everystep_study.report import Columns, Shown, milliseconds
 from everystep_study.results import SECONDS, Bar, Result, Row
@@ -340,20 +341,20 @@ class _Coordinator:
         self._layout, self._digest = encode_plan(plan), fingerprint(plan)
         self._tree = _tree(plan)
         self._values = values_digest(self._tree)
-        letters: dict[str, bytes] = {}
+        letters: dict[int, bytes] = {}
         for rank in range(1, world):
             ref = msgspec.structs.replace(part_ref(first, encoded), rank=rank, file=part_name(rank))
             files = (part_name(rank), shard_name(rank, 0))
             done = ShareWritten(ref, files, 1 << 30, 1 << 30, self._digest, tree=False, values=self._values)
-            letters[f"0/done/{rank}"] = msgspec.json.encode(done)
+            letters[rank] = msgspec.msgpack.encode({"data": msgspec.msgpack.encode(done)})
         self.message_nbytes = sum(map(len, letters.values())) / max(1, len(letters))
         self._own = ShareWritten(
             PartRef(0, "", 0, ""), (), 1 << 30, 1 << 30, self._digest, False, self._values
         )
-        self._talk = _conversation(world, letters)
+        self._save_round = _save_round(world, letters)
 
     def commit(self) -> bytearray:
-        dones = self._talk.collect(self._own)[1:]
+        dones = self._save_round.collect(self._own)[1:]
         if any(done.plan != self._digest for done in dones):
             raise AssertionError("a rank wrote by another plan")
         values = {0: self._values, **{done.ref.rank: done.values for done in dones}}
@@ -373,16 +374,15 @@ class _Coordinator:
         )
 
 
-def _conversation(world: int, letters: Mapping[str, bytes]) -> SaveRound:
-    """The coordinator's end of a call in which everybody has said what there is to say."""
+def _save_round(world: int, letters: Mapping[int, bytes]) -> SaveRound:
+    """The coordinator's end of a save in which all ranks have written their shares."""
 
     def collect(keys: Sequence[str], timeout: float) -> dict[str, bytes]:
-        return {key: letters[key] for key in keys}
+        return {key: letters[int(key.rpartition("/")[2])] for key in keys}
 
-    transport = SimpleNamespace(
-        rank=0, world=world, is_coordinator=True, mail=SimpleNamespace(collect=collect)
-    )
-    return SaveRound(Calls(cast("Any", transport), 1.0), 0, Call("save", 1000))
+    messages: Any = SimpleNamespace(collect=collect, under=lambda path: messages)
+    transport = SimpleNamespace(rank=0, world=world, is_coordinator=True, messages=messages)
+    return SaveRound(Meeting(cast("Any", transport), "save", 1.0, "0"))
 
 
 def _tree(plan: WritePlan) -> dict[str, Any]:

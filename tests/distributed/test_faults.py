@@ -32,11 +32,11 @@ ARMED = 4
 AT_ONCE = 7
 
 POSTS = {
-    0: ("/call", "/plan", "/open", "/end", "ended"),
-    1: ("/here/1", "/done/1"),
-    2: ("at/2", "/here/2", "/done/2"),
+    0: (CALL := "/told/1", PLAN := "/told/2", OPENED := "/told/3", END := "/told/4"),
+    1: ("/said/1/1", "/said/2/1"),
+    2: ("at/2", "/said/1/2", WRITTEN_BY_2 := "/said/2/2"),
 }
-"""What each rank says in a save."""
+"""What each rank says in a save. The coordinator tells; others say that they are ready, and have written."""
 
 
 def disturbed(run: Path, mode: Mode, kill: Kill) -> Course:
@@ -114,16 +114,16 @@ def test_one_rank_killed_at_calls_of_a_save(tmp_path: Path, record_property: Rec
 
 
 def test_one_rank_killed_at_messages_of_a_save(tmp_path: Path, record_property: Record) -> None:
-    kills = [*kills_by_message([0])[2:], Kill(1, post="/here/1"), Kill(2, post="/done/2", sent=True)]
+    kills = [*kills_by_message([0])[2:], Kill(1, post="/said/1/1"), Kill(2, post=WRITTEN_BY_2, sent=True)]
     runs = kill_all(tmp_path, "sync", kills)
     record_property("crash-kills", len(runs))
     ends = [check_alone(run, ARMED) for run in runs]
-    committed = [kill.post in ("/end", "ended", "/done/2") for kill in kills]
+    committed = [kill.post in (END, WRITTEN_BY_2) for kill in kills]
     assert ends == [ARMED if end else ARMED - 1 for end in committed]
 
 
 def test_the_store_dies_with_the_coordinator(tmp_path: Path, record_property: Record) -> None:
-    kills = [Kill(0, "any:3:kill"), Kill(0, post="/end"), Kill(0, post="/end", sent=True)]
+    kills = [Kill(0, "any:3:kill"), Kill(0, post=END), Kill(0, post=END, sent=True)]
     runs = kill_all(tmp_path, "overlap", kills, "rank0")
     record_property("crash-kills", len(runs))
     assert [check_alone(run, ARMED) for run in runs] == [ARMED - 1, ARMED, ARMED]

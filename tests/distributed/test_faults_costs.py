@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,14 @@ from support.worlds.launcher import launch, values
 pytestmark = pytest.mark.race
 
 SAVES = 4
+MOST_REQUESTS = 10
+"""For one save, of one rank, once the ranks have met and planned."""
 
 
-def _count_messages(run: Path, leaves: int) -> list[int]:
-    """How often this rank speaks to the store, for each save."""
+def _count_requests(folder: Path, leaves: int) -> dict[str, list[int]]:
+    """How many requests to the store each save of this rank takes: those of a Checkpointer, and others."""
+    import torch.distributed as dist
+
     from everystep.store.ranks.message_store import MessageStore
 
     calls: list[str] = []
@@ -31,42 +37,90 @@ def _count_messages(run: Path, leaves: int) -> list[int]:
 
     MessageStore._call = counted  # type: ignore[method-assign]
     state = {f"leaf{number}": np.arange(8.0) + number for number in range(leaves)}
-    found: list[int] = []
-    with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+    found: dict[str, list[int]] = {"save": [], "Checkpointer": []}
+
+    def note(kind: str, save: Callable[[], object]) -> None:
+        dist.barrier()
+        before = len(calls)
+        save()
+        found[kind].append(len(calls) - before)
+
+    for number in range(SAVES):
+        note("save", partial(everystep.save, folder / f"one-{number}", state, step=number, timeout=60.0))
+    with everystep.Checkpointer(folder / "run", state, mode="sync", timeout=60.0) as checkpointer:
         for step in range(1, SAVES + 1):
-            before = len(calls)
-            checkpointer.save(step)
-            found.append(len(calls) - before)
+            note("Checkpointer", partial(checkpointer.save, step))
     return found
 
 
-def test_messages_do_not_grow_with_the_state_or_the_world(tmp_path: Path) -> None:
+def test_requests_do_not_grow_with_the_state_or_the_world(tmp_path: Path) -> None:
     counts = {
-        (world, leaves): values(launch(world, _count_messages, tmp_path / f"{world}-{leaves}", leaves))
+        (world, leaves): values(launch(world, _count_requests, tmp_path / f"{world}-{leaves}", leaves))
         for world, leaves in ((2, 3), (4, 3), (2, 300))
     }
-    for found in counts.values():
-        followers = {tuple(counts[2:]) for counts in found[1:]}  # before, nothing has ended yet, perhaps
-        assert len(followers) == 1
-        for number in (*found[0][1:], *followers.pop()):
-            assert number <= 10
-    assert counts[2, 3][1][-1] == counts[4, 3][1][-1] == counts[2, 300][1][-1]
-    assert counts[2, 3][0][-1] == counts[4, 3][0][-1] == counts[2, 300][0][-1]
+    for kind in ("save", "Checkpointer"):
+        for ranks in counts.values():
+            for found in ranks:
+                assert max(found[kind][1:]) <= MOST_REQUESTS < found[kind][0], (kind, found)
+        coordinators = {tuple(ranks[0][kind][1:]) for ranks in counts.values()}
+        assert len(coordinators) == 1, coordinators
+
+
+def _plan_again(folder: Path) -> list[int]:
+    """How often this rank plans: saves in which leaves, options or nothing differ, and one that fails."""
+    import torch.distributed as dist
+
+    from everystep.store.ranks.write_shares import WriteShares
+
+    plans: list[int] = []
+    plan = WriteShares.plan
+
+    def counted(self: WriteShares, *arguments: Any) -> None:
+        plans[-1] += 1
+        plan(self, *arguments)
+
+    WriteShares.plan = counted  # type: ignore[method-assign]
+    state: dict[str, Any] = {"w": np.arange(8.0), "epoch": 1}
+
+    def save(name: str, **options: Any) -> None:
+        plans.append(0)
+        everystep.save(folder / name, state, options=everystep.Options(**options), timeout=60.0)
+
+    save("first")
+    state["epoch"] = 2
+    save("other value")
+    if dist.get_rank() == 1:
+        state["late"] = np.ones(3)
+    save("other leaf on one rank")
+    save("as before")
+    save("other options", writers="node")
+    state["w"] += float(dist.get_rank())
+    with pytest.raises(everystep.SaveFailed, match="different values of replicated arrays"):
+        save("different copies", writers="node")
+    state["w"] -= float(dist.get_rank())
+    save("after a failure", writers="node")
+    return plans
+
+
+def test_a_save_uses_the_plan_of_the_one_before_as_long_as_it_fits(tmp_path: Path) -> None:
+    assert values(launch(2, _plan_again, tmp_path)) == [[1, 0, 1, 0, 1, 0, 1]] * 2
+    late = everystep.load(tmp_path / "as before", process_group="none")
+    assert (late["epoch"], late["late"].tolist()) == (2, [1.0, 1.0, 1.0])
 
 
 def _save_and_load_many(folder: Path) -> tuple[list[int], int]:
     """How many keys the store has after each save and load, at a path of its own; how often this connects."""
     import torch.distributed as dist
 
-    from everystep.store.ranks import message_store as mail
+    from everystep.store.ranks import message_store
 
-    connect, connected = mail._connect, []
+    connect, connected = message_store._connect, []
 
     def counted(store: Any) -> Any:
         connected.append(store)
         return connect(store)
 
-    mail._connect = counted
+    message_store._connect = counted
     store = dist.distributed_c10d._get_default_store()
     state = {"w": np.arange(8.0)}
     found: list[int] = []

@@ -124,9 +124,9 @@ def _leave_out_the_last(run: Path, silent: int) -> tuple[str, tuple[int, ...]] |
     checkpointer = _checkpointer(run, make_state(), "snapshot")
     checkpointer.save(1)
     checkpointer.wait()
-    calls = checkpointer._group._calls
-    assert calls is not None
-    calls.timeout = SILENCE_SECONDS if dist.get_rank() == 0 else PATIENCE_SECONDS  # it tells the others
+    meeting = checkpointer._group.meeting
+    assert meeting is not None
+    meeting.timeout = SILENCE_SECONDS if dist.get_rank() == 0 else PATIENCE_SECONDS  # it tells the others
     with expecting(*(rank for rank in range(WORLD) if rank != silent)):
         try:
             if dist.get_rank() != silent:

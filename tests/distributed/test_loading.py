@@ -33,12 +33,12 @@ from everystep.store.ranks import shared_load
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.exchange import hand_out
 from everystep.store.ranks.shared_load import load_together
-from everystep.store.ranks.transport import Transport, join
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint, open_newest
 from everystep.store.read.leaf_reader import LeafReader
 from support.crashes.error_kinds import kind_of
 from support.processes.counted_reads import counted_reads
 from support.worlds.launcher import launch, values
+from support.worlds.meetings import meet
 from support.worlds.patience import PATIENCE_SECONDS, outlive
 from support.worlds.several_ranks import Own, write_several
 
@@ -94,17 +94,14 @@ class _Rank:
     """What a rank needs for one load after the other."""
 
     def __init__(self, path: str, seed: int = 3) -> None:
-        transport = join("loading", TIMEOUT)
-        assert transport is not None
-        self.transport: Transport = transport
+        self.meeting = meet("loading", TIMEOUT)
         self.channel = Channel.open()
         self.path = path
         self.state = _state(seed)
 
     def load(self, into: Any, **options: Any) -> Any:
         with open_checkpoint(self.path) as checkpoint:
-            settings = {"timeout": TIMEOUT, "channel": self.channel, **options}
-            return load_together(self.transport, checkpoint, into, **settings)
+            return load_together(self.meeting, checkpoint, into, **{"channel": self.channel, **options})
 
     def counted(self, into: Any, **options: Any) -> int:
         """Load and compare; how much was read here. Unverified: checksums are of more than what is wanted."""
@@ -143,7 +140,7 @@ def _rows(dims: int, at: int) -> Callable[[torch.Tensor], Any]:
 
 def _layouts(path: str) -> dict[str, int]:
     rank = _Rank(path)
-    state, number = rank.state, rank.transport.rank
+    state, number = rank.state, rank.meeting.rank
     found: dict[str, int] = {}
 
     found["ddp"] = rank.counted(_zeros(state))
@@ -175,7 +172,7 @@ def _layouts(path: str) -> dict[str, int]:
         odd["model"] = {}
     found["odd"] = rank.counted(odd)
 
-    rank.transport.topology = Topology.regular(4, 2)
+    rank.meeting.membership.topology = Topology.regular(4, 2)
     found["two nodes"] = rank.counted(_zeros(state))
     return found
 
@@ -219,7 +216,7 @@ def _names(rank: int) -> list[str]:
 def _stages(path: str) -> dict[str, Any]:
     """Every rank has other leaves, as the stages of a pipeline."""
     rank = _Rank(path)
-    state, number = rank.state, rank.transport.rank
+    state, number = rank.state, rank.meeting.rank
     found: dict[str, Any] = {}
     into = _zeros(state)
     into["model"] = {name: into["model"][name] for name in _names(number)}
@@ -258,7 +255,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
 
     def attempt(change: Callable[[dict[str, Any]], object], **options: Any) -> None:
         into = _zeros(rank.state)
-        if rank.transport.rank == 2:
+        if rank.meeting.rank == 2:
             change(into)
         try:
             rank.load(into, **options)
@@ -286,7 +283,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
             raise ValueError("not mine")
 
     into = _zeros(rank.state)
-    into["loader"] = Refusing() if rank.transport.rank == 2 else into["loader"]
+    into["loader"] = Refusing() if rank.meeting.rank == 2 else into["loader"]
     try:
         rank.load(into)
     except (StateMismatch, RankFailed) as error:
@@ -365,7 +362,7 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
     real = LeafReader.fetch
 
     def unreadable(self: LeafReader, wanted: Any, **options: Any) -> None:
-        if rank.transport.rank == 1:
+        if rank.meeting.rank == 1:
             error = ReadFailed("the device said no")
             error.errno, error.filename = errno.EIO, "r00001"
             raise error
@@ -408,19 +405,20 @@ def test_damage_seen_by_one_reader_is_raised_by_all(saved: str, tmp_path: Path) 
 
 def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
     rank = _Rank(path)
-    if rank.transport.rank == 1:
+    if rank.meeting.rank == 1:
         if when == "reading":
             LeafReader.fetch = _die  # type: ignore[method-assign]
         elif when == "handing":
             rank.channel.send = _die  # type: ignore[method-assign]
         else:
-            rank.transport.exchange = _die  # type: ignore[method-assign]
+            rank.meeting.exchange = _die  # type: ignore[method-assign]
         rank.load(_zeros(rank.state))
-    outlive(1, rank.transport.members[1].pid)
+    outlive(1, rank.meeting.membership.members[1].pid)
     # Where bytes are handed around the dead are seen at once: only the living could need the time.
     shared_load.hand_out = lambda *rest: hand_out(*rest[:-1], TIMEOUT)
+    rank.meeting.timeout = 2.0
     with pytest.raises(RankFailed) as caught:
-        rank.load(_zeros(rank.state), timeout=2.0)
+        rank.load(_zeros(rank.state))
     return str(caught.value), caught.value.ranks
 
 
@@ -443,15 +441,14 @@ def test_survivors_of_a_killed_rank_fail_in_time(saved: str, when: str) -> None:
 
 
 def _own(path: str) -> dict[str, Any]:
-    transport = join("loading", TIMEOUT)
-    assert transport is not None
+    meeting = meet("loading", TIMEOUT)
     into = {
         "model": {"w": np.zeros((300, 7), np.float32)},
         "noise": everystep.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
     }
     with warnings.catch_warnings(record=True) as told, open_checkpoint(path) as checkpoint:
         warnings.simplefilter("always")
-        loaded: Any = load_together(transport, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
+        loaded: Any = load_together(meeting, checkpoint, into, channel=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
     noise = loaded["noise"].value
     return {

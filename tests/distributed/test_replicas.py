@@ -21,8 +21,9 @@ from everystep.store.ranks.checks import replicas
 from everystep.store.ranks.checks.replicas import array_digest, check_replicas
 from everystep.store.ranks.checks.values import differing, structure_digest, values_digest
 from everystep.store.ranks.checks.views import exchange_views
-from everystep.store.ranks.transport import Transport, join
+from everystep.store.ranks.meeting import Meeting
 from support.worlds.launcher import launch, values
+from support.worlds.meetings import meet
 from support.worlds.patience import PATIENCE_SECONDS, expecting
 
 
@@ -102,34 +103,33 @@ def _flip(array: np.ndarray[Any, Any], place: int = -1) -> None:
 
 
 def _checked(
-    transport: Transport, changes: dict[int, dict[str, int]]
+    meeting: Meeting, changes: dict[int, dict[str, int]]
 ) -> tuple[str, str | None, tuple[int, ...]] | None:
     """Check with these bits flipped on these ranks; what was said."""
-    arrays = _arrays(transport.rank)
-    for name, place in changes.get(transport.rank, {}).items():
+    arrays = _arrays(meeting.rank)
+    for name, place in changes.get(meeting.rank, {}).items():
         _flip(arrays[name], place)
     leaves = [
-        _leaf(name, array, _KINDS[(number + transport.rank) % 3])
+        _leaf(name, array, _KINDS[(number + meeting.rank) % 3])
         for number, (name, array) in enumerate(arrays.items())
     ]
     try:
-        check_replicas(transport, leaves, _LAYOUTS, PATIENCE_SECONDS)
+        check_replicas(meeting, leaves, _LAYOUTS)
     except RanksDisagree as error:
         return str(error), error.leaf, error.ranks
     return None
 
 
 def _all_checks() -> list[tuple[str, str | None, tuple[int, ...]] | None]:
-    transport = join("replicas", PATIENCE_SECONDS)
-    assert transport is not None
+    meeting = meet("replicas")
     return [
-        _checked(transport, {}),
-        _checked(transport, {2: {"everywhere": 77}}),
-        _checked(transport, {0: {"bias": 0}}),
-        _checked(transport, {1: {"hybrid": -1}, 3: {"pair": 0}}),
-        _checked(transport, {2: {"sharded": 0, "alone": 0}}),  # no other rank has a copy of these
-        _checked(transport, {2: {"bias": 1}, 3: {"bias": 1}}),
-        _checked(transport, {0: {"bias": 0}, 1: {"bias": 1}, 2: {"bias": 2}}),
+        _checked(meeting, {}),
+        _checked(meeting, {2: {"everywhere": 77}}),
+        _checked(meeting, {0: {"bias": 0}}),
+        _checked(meeting, {1: {"hybrid": -1}, 3: {"pair": 0}}),
+        _checked(meeting, {2: {"sharded": 0, "alone": 0}}),  # no other rank has a copy of these
+        _checked(meeting, {2: {"bias": 1}, 3: {"bias": 1}}),
+        _checked(meeting, {0: {"bias": 0}, 1: {"bias": 1}, 2: {"bias": 2}}),
     ]
 
 
@@ -170,23 +170,22 @@ def _hybrid() -> list[str | None]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    transport = join("replicas", PATIENCE_SECONDS)
-    assert transport is not None
+    meeting = meet("replicas")
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     whole = torch.arange(70, dtype=torch.float32).reshape(7, 10)
     sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
-    state = {"w": sharded, "b": torch.full((5,), float("nan")), "own": per_rank(torch.tensor(transport.rank))}
+    state = {"w": sharded, "b": torch.full((5,), float("nan")), "own": per_rank(torch.tensor(meeting.rank))}
     found: list[str | None] = []
     for damage in (None, sharded.to_local(), state["b"]):
-        if damage is not None and transport.rank == 3:
+        if damage is not None and meeting.rank == 3:
             damage.view(torch.int32)[0] ^= 1
-        leaves = flatten(state, transport.rank).leaves
+        leaves = flatten(state, meeting.rank).leaves
         view = tuple(
             seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in leaves
         )
-        layouts = merge_views(exchange_views(transport, view, PATIENCE_SECONDS))
+        layouts = merge_views(exchange_views(meeting, view))
         try:
-            check_replicas(transport, leaves, layouts, PATIENCE_SECONDS)
+            check_replicas(meeting, leaves, layouts)
             found.append(None)
         except RanksDisagree as error:
             found.append(str(error))
@@ -202,16 +201,16 @@ def test_replicas_of_shards_are_compared_with_each_other() -> None:
 
 
 def _absent() -> tuple[int, ...]:
-    transport = join("replicas", PATIENCE_SECONDS)
-    assert transport is not None
-    if transport.rank == 1:
-        transport.mail.read("told", PATIENCE_SECONDS)
+    meeting = meet("replicas")
+    if meeting.rank == 1:
+        meeting.messages.read("told", PATIENCE_SECONDS)
         return (1,)
-    timeout = 0.3 if transport.rank == 0 else PATIENCE_SECONDS  # the coordinator tells the other
+    if meeting.rank == 0:
+        meeting.timeout = 0.3  # the coordinator tells the other
     with pytest.raises(RankFailed) as caught, expecting(2):
-        check_replicas(transport, [_leaf("bias", np.zeros(3, np.float32), "row")], _LAYOUTS[4:5], timeout)
-    if transport.rank == 0:
-        transport.mail.post("told", b"yes")
+        check_replicas(meeting, [_leaf("bias", np.zeros(3, np.float32), "row")], _LAYOUTS[4:5])
+    if meeting.rank == 0:
+        meeting.messages.post("told", b"yes")
     return caught.value.ranks
 
 

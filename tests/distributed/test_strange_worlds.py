@@ -61,8 +61,8 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
         _steps(checkpointer, state, 3)
         advance(state)
         dist.barrier()
-        transport = checkpointer._group.transport
-        assert transport is not None
+        meeting = checkpointer._group.meeting
+        assert meeting is not None
         if dist.get_rank() == victim:
             where, name = (Transaction, "publish") if victim == 0 else (driver, "open_partial")
             real = getattr(where, name)
@@ -75,7 +75,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
             setattr(where, name, stop)
         else:
             set_patience(checkpointer, SILENCE_SECONDS)
-            outlive(victim, transport.members[victim].pid)
+            outlive(victim, meeting.membership.members[victim].pid)
         return error_of(lambda: checkpointer.save(4)), checkpointer.last_durable
 
 
@@ -90,15 +90,16 @@ def _go_on(run: Path, marks: Path) -> tuple[int, bool]:
         resumed = checkpointer.restore()
         exact = bits(state) == bits(make_state(resumed))
         if dist.get_rank() == 0:
-            say = SaveRound.say
+            open_save = SaveRound.open
 
-            def pause(self: SaveRound, key: str, message: Any) -> None:
-                say(self, key, message)
-                if key == "open" and not (marks / "opened").exists():
+            def pause(self: SaveRound, opened: Any) -> Any:
+                found = open_save(self, opened)
+                if not (marks / "opened").exists():
                     (marks / "opened").touch()
                     wait_for(marks / "go on")
+                return found
 
-            SaveRound.say = pause  # type: ignore[method-assign]
+            SaveRound.open = pause  # type: ignore[method-assign]
         _steps(checkpointer, state, 6)
     return resumed, exact
 
@@ -308,14 +309,14 @@ def _cut_off(run: Path, marks: Path, before: str) -> tuple[Any, int | None]:
     _steps(checkpointer, state, 2)
     advance(state)
     dist.barrier()
-    say, read = SaveRound.say, mail.MessageStore.read
+    say, read = getattr(SaveRound, before), mail.MessageStore.read
 
-    def cut(self: SaveRound, key: str, message: Any) -> None:
-        if key == before:
-            (marks / "cut").touch()
-            wait_for(marks / "is cut")
-            set_patience(checkpointer, SILENCE_SECONDS)
-        say(self, key, message)
+    def cut(self: SaveRound, message: Any) -> Any:
+        (marks / "cut").touch()
+        wait_for(marks / "is cut")
+        set_patience(checkpointer, SILENCE_SECONDS)
+        self.meeting.timeout = SILENCE_SECONDS
+        return say(self, message)
 
     def patient_read(self: mail.MessageStore, key: str, timeout: float) -> bytes:
         """The time of the silence begins with the cut."""
@@ -325,7 +326,7 @@ def _cut_off(run: Path, marks: Path, before: str) -> tuple[Any, int | None]:
         return read(self, key, min(timeout, SILENCE_SECONDS))
 
     if dist.get_rank() == 0:
-        SaveRound.say = cut  # type: ignore[method-assign]
+        setattr(SaveRound, before, cut)
     else:
         mail.MessageStore.read = patient_read  # type: ignore[method-assign]
         mail.ANSWER_SECONDS = 3.0  # type: ignore[misc] # in which a store that can be reached answers

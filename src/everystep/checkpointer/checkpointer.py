@@ -466,7 +466,7 @@ class Checkpointer:
         if error is None:
             self._close()
             return
-        if self._group.transport is not None and forks() == self._forks:
+        if self._group.has_others and forks() == self._forks:
             # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
             self._duty.close()
         try:

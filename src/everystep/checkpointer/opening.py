@@ -91,7 +91,7 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
         drill = drilling.join(path) if group.is_coordinator else None
         if drill is not None:
             observers.add(drill)
-        with group.all_or_none("open"):
+        with group.all_or_none():
             if group.is_coordinator:
                 observers.tell(Opening())
                 run = open_run(drill.path if drill else path)

@@ -133,7 +133,7 @@ class PreemptionDuty:
         """Whether this call of `save` saves; the signal after which the process then ends, if any; and the
         ranks' messages about this save."""
         group, signal = self._group, self.received
-        if group.transport is None:
+        if not group.has_others:
             return signal is not None or self._schedule.due(step, now), signal, None
         if group.is_coordinator:
             signal = signal or group.signalled()
@@ -149,7 +149,7 @@ class PreemptionDuty:
         code: int | None = self._exit_code
         if self._preemption is not None:
             # Several ranks end at the same step, whatever other Checkpointers one of them has.
-            code = self._preemption.obeyed(at_once=self._group.transport is not None)
+            code = self._preemption.obeyed(at_once=self._group.has_others)
         if self._group.is_coordinator:
             _print_preempted(run, step, signal, code)
         return code

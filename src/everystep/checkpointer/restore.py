@@ -38,10 +38,9 @@ from everystep.state.node import NAMELESS, pairs_of, shorten
 from everystep.state.targets import MAPPINGS, is_array
 from everystep.state.torch_objects import is_stateful
 from everystep.store import RankGroup, list_steps
-from everystep.store.ranks.consensus import all_or_none
+from everystep.store.ranks.meeting import Meeting
 from everystep.store.ranks.open_together import open_newest_together, open_together
 from everystep.store.ranks.shared_load import load_together
-from everystep.store.ranks.transport import Transport
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint, open_newest
 from everystep.store.read.read_errors import shows_damage
 
@@ -121,17 +120,17 @@ def restore(
 
 def _load_newest(context: RunContext, into: Into, only: int | None) -> _Found | None:
     group, run = context.group, context.run
-    with group.again(f"restore from {run.path}") as transport:
-        with _all_or_none(group, transport, "target"):
+    with group.reconvene(f"restore from {run.path}") as meeting:
+        with _all_or_none(meeting):
             run.require_current()
             if into.in_place:
                 refuse_fixed(into.state)
-        candidates = _agreed(group, transport, list_steps(run.path) if group.is_coordinator else [])
+        candidates = _agreed(group, meeting, list_steps(run.path) if group.is_coordinator else [])
         failures: list[EverystepError] = []
         for step in reversed(candidates if only is None else [only]):
             began = time.perf_counter()
             try:
-                restored, nbytes = _load(group, transport, into, run.path_of(step))
+                restored, nbytes = _load(group, meeting, into, run.path_of(step))
             except (CorruptCheckpoint, ReadFailed) as error:
                 if only is not None or not shows_damage(error):
                     raise
@@ -146,34 +145,29 @@ def _load_newest(context: RunContext, into: Into, only: int | None) -> _Found | 
         return None
 
 
-def _load(group: RankGroup, transport: Transport | None, into: Into, path: str) -> tuple[object, int]:
+def _load(group: RankGroup, meeting: Meeting | None, into: Into, path: str) -> tuple[object, int]:
     """The state filled from a checkpoint, and how many bytes that has."""
-    opened: AbstractContextManager[Checkpoint]
-    if transport is None:
-        opened = open_checkpoint(path)
-    else:
-        opened = open_together(transport, path, group.timeout, _check)
-    with opened as checkpoint:
-        if transport is None:
+    with open_checkpoint(path) if meeting is None else open_together(meeting, path, _check) as checkpoint:
+        if meeting is None:
             _check(checkpoint)
-        return _fill(group, transport, checkpoint, into), checkpoint.nbytes
+        return _fill(group, meeting, checkpoint, into), checkpoint.nbytes
 
 
 def _begin_from(context: RunContext, into: Into, begin: Beginning) -> tuple[int, object]:
     """Fills what that checkpoint has something for; the other entries of the state stay."""
     group, path, state = context.group, begin.path, into.state
     tuning = replace(READING, max_inflation=group.settings.tuning.max_inflation)
-    with group.again(f"start from {os.fspath(path)}") as transport:
+    with group.reconvene(f"start from {os.fspath(path)}") as meeting:
         opened: AbstractContextManager[Checkpoint]
-        if transport is None:
+        if meeting is None:
             opened = open_newest(path, tuning)
         else:
-            group.restart(transport)
-            opened = open_newest_together(transport, path, group.timeout, tuning)
+            group.restart(meeting)
+            opened = open_newest_together(meeting, path, tuning)
         with opened as checkpoint:
             entries = _keys_of(checkpoint)
             part = _entries_in(state, checkpoint)
-            restored = _fill(group, transport, checkpoint, replace(into, state=part))
+            restored = _fill(group, meeting, checkpoint, replace(into, state=part))
             if isinstance(state, dict) and isinstance(restored, dict):
                 if restored is not state:  # plain values go back into the dict that holds them
                     state.update(restored)
@@ -183,22 +177,21 @@ def _begin_from(context: RunContext, into: Into, begin: Beginning) -> tuple[int,
             return checkpoint.step if begin.continue_steps else 0, restored
 
 
-def _fill(group: RankGroup, transport: Transport | None, checkpoint: Checkpoint, into: Into) -> object:
-    if transport is None:
+def _fill(group: RankGroup, meeting: Meeting | None, checkpoint: Checkpoint, into: Into) -> object:
+    if meeting is None:
         restored = checkpoint._restore(into.state, strict=into.strict, rename=into.rename)
     else:
         restored = load_together(
-            transport,
+            meeting,
             checkpoint,
             into.state,
             select=None,
             verify=True,
             strict=into.strict,
             rename=into.rename,
-            timeout=group.timeout,
             channel=group.channel,
         )
-    with _all_or_none(group, transport, "in place"):
+    with _all_or_none(meeting):
         if into.in_place:
             refuse_replaced(into.state, restored, checkpoint.path)
     return restored
@@ -276,16 +269,16 @@ def _pass_over(context: RunContext, step: int, error: EverystepError) -> None:
     warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=stack_level())
 
 
-def _agreed(group: RankGroup, transport: Transport | None, steps: Sequence[int]) -> list[int]:
-    if transport is None:
+def _agreed(group: RankGroup, meeting: Meeting | None, steps: Sequence[int]) -> list[int]:
+    if meeting is None:
         return list(steps)
-    group.restart(transport)
+    group.restart(meeting)
     mine = msgspec.json.encode(list(steps)) if group.is_coordinator else None
-    return msgspec.json.decode(transport.tell("steps", mine, group.timeout), type=list[int])
+    return msgspec.json.decode(meeting.tell(mine), type=list[int])
 
 
-def _all_or_none(group: RankGroup, transport: Transport | None, what: str) -> AbstractContextManager[None]:
-    return nullcontext() if transport is None else all_or_none(transport, what, group.timeout)
+def _all_or_none(meeting: Meeting | None) -> AbstractContextManager[None]:
+    return nullcontext() if meeting is None else meeting.all_or_none()
 
 
 def _check(checkpoint: Checkpoint) -> None:

@@ -52,7 +52,7 @@ from everystep.store import (
     whole,
 )
 from everystep.store.locks import path_to_read
-from everystep.store.ranks.group import Ready
+from everystep.store.ranks.group import PreparedSave
 
 _RUNS = "runs"
 
@@ -71,7 +71,7 @@ class SaveTask(SaveObserver):
         self._metrics: Mapping[str, float] = {}
         self._replace = False
         self._flat: Flat | None = None
-        self._ready: Ready | None = None
+        self._prepared: PreparedSave | None = None
         self._live: tuple[str, ...] | None = None
         self._fate: dict[str, bool] = {}
         """Whether the save runs, once that is decided: by its thread, or by who asks after an interrupt."""
@@ -101,7 +101,7 @@ class SaveTask(SaveObserver):
         if not group.is_distributed:
             self._flat = flatten(state)
             return
-        self._ready = group.prepare(state, self._save_round)
+        self._prepared = group.prepare(state, self._save_round)
         if context.ledger is not None and context.run.directory is not None:
             self._live = ids(path_to_read(context.run.directory))
 
@@ -203,8 +203,8 @@ class SaveTask(SaveObserver):
         """Those that this rank writes."""
         if self._flat is not None:
             return self._flat.leaves + self._flat.local_leaves
-        assert self._ready is not None
-        return self._ready.share.leaves
+        assert self._prepared is not None
+        return self._prepared.share.leaves
 
     # --- on the save's thread
 
@@ -260,9 +260,9 @@ class SaveTask(SaveObserver):
         if self._flat is not None:
             commit = Commit(transaction, self.step, self._metrics, group.settings.tuning)
             return commit.run(whole(self._flat), groups, self)
-        assert self._ready is not None
+        assert self._prepared is not None
         return group.commit(
-            self._ready,
+            self._prepared,
             transaction,
             self.step,
             self._metrics,
@@ -317,7 +317,7 @@ class SaveTask(SaveObserver):
 
         `seen`: what interrupted it is raised already.
         """
-        self._flat = self._ready = None
+        self._flat = self._prepared = None
         self._memory.end()
         if info is not None:
             self.pending.set_result(info)
@@ -329,9 +329,9 @@ class SaveTask(SaveObserver):
 
     def _array_nbytes(self) -> int:
         """The size of the whole checkpoint's arrays, those of other ranks included."""
-        if self._ready is None:
+        if self._prepared is None:
             return sum(leaf.nbytes for leaf in self._leaves())
-        return self._ready.share.whole_nbytes
+        return self._prepared.share.whole_nbytes
 
     # --- SaveObserver: called by the commit, on the save's thread
 

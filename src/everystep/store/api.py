@@ -22,10 +22,10 @@ from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import Options, checked_options, reading_tuning
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.errors import failing_the_save
-from everystep.store.ranks.group import ProcessGroup, RankGroup, join_group, leaving
+from everystep.store.ranks.group import ProcessGroup, RankGroup, join_group
+from everystep.store.ranks.meeting import Meeting, meeting_for
 from everystep.store.ranks.open_together import open_newest_together
 from everystep.store.ranks.shared_load import load_together
-from everystep.store.ranks.transport import Transport
 from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.read.foreign import renaming
 from everystep.store.read.references import is_reference
@@ -71,12 +71,10 @@ def save(
     {'w': array([0, 1, 2]), 'epoch': 7}
     """
     target = local_path(path)
-    what = f"save to {target}"
     step = check_step(step)
     options = checked_options(options)
     settings = None if options is None else options.write_settings()
-    with failing_the_save():
-        transport = join_group(what, process_group, timeout)
+    transport = join_group(process_group)
     if transport is None and (settings is None or not settings.volumes):
         check_target(target)
         tuning = _DEFAULT if settings is None else settings.tuning
@@ -84,26 +82,26 @@ def save(
         share = whole(flatten(state))
         make_parent(target)
         return Commit(Transaction(target, overwrite=overwrite), step, numbers, tuning).run(share)
-    with leaving(transport):
-        with failing_the_save():
-            group = RankGroup(transport, settings or Options().write_settings(), timeout)
-        save_round = group.begin(what, step)
+    with failing_the_save():
+        group, save_round = RankGroup.for_one_save(
+            f"save to {target}", step, transport, settings or Options().write_settings(), timeout
+        )
+    succeeded = False
+    try:
         try:
             check_target(target)
             numbers = plain_metrics(metrics) if group.is_coordinator else {}  # those of rank 0 are stored
-        except BaseException as error:
-            group.failed(save_round, error)
-            raise
-        ready = group.prepare(state, save_round)
-        try:
+            prepared = group.prepare(state, save_round)
             if group.is_coordinator:
                 make_parent(target)
         except BaseException as error:
             group.failed(save_round, error)
             raise
-        info = group.commit(ready, Transaction(target, overwrite=overwrite), step, numbers)
-        group.close(wait=True)
+        info = group.commit(prepared, Transaction(target, overwrite=overwrite), step, numbers)
+        succeeded = True
         return info
+    finally:
+        group.close(succeeded=succeeded)
 
 
 def load(
@@ -159,9 +157,7 @@ def load(
         timeout: Seconds after which a rank no longer waits for the others.
     """
     local_path(path)
-    transport = join_group(
-        f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout
-    )
+    transport = join_group(process_group if into is not None else "none")
     if transport is None:
         with open(path, as_training=as_training, options=options) as checkpoint:
             return checkpoint.load(
@@ -173,35 +169,34 @@ def load(
                 strict=strict,
                 rename=rename,
             )
-    with leaving(transport):
+    with closing(transport), meeting_for(transport, f"load of {os.fspath(path)}", timeout) as meeting:
         refuse_fresh(framework, device)
         new_names = renaming(rename)
         with (
-            open_newest_together(transport, path, timeout, reading_tuning(options)) as opened,
-            _channel(transport, timeout) as channel,
+            open_newest_together(meeting, path, reading_tuning(options)) as opened,
+            _channel(meeting) as channel,
             offering("into", "rename", "select", "strict"),
         ):
             opened._arrange(as_training)
             return load_together(
-                transport,
+                meeting,
                 opened,
                 into,
                 select=select,
                 verify=verify,
                 strict=strict,
                 rename=new_names,
-                timeout=timeout,
                 channel=channel,
             )
 
 
 @contextmanager
-def _channel(transport: Transport, timeout: float) -> Iterator[Channel | None]:
+def _channel(meeting: Meeting) -> Iterator[Channel | None]:
     """The way from rank to rank, for one load; None where ranks cannot send arrays to each other."""
-    if not transport.by_torch:
+    if not meeting.transport.by_torch:
         yield None
         return
-    with closing(Channel.open(timeout, transport.subgroup)) as channel:
+    with closing(Channel.open(meeting.timeout, meeting.subgroup)) as channel:
         yield channel
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from everystep.store.ranks.meeting import meeting_for
 from everystep.store.ranks.transport import Ranks, join
 
 SOURCE = Path(__file__).parents[3] / "src" / "everystep" / "integrations" / "jax" / "processes.py"
@@ -89,20 +90,18 @@ def test_processes_talk_over_the_coordination_service_and_leave_nothing_in_it(pr
     assert processes.process_group().store is group.store  # connections to it are kept
     heard: list[Any] = []
 
-    def other() -> None:
-        transport = join("test", 30, Ranks(1, 2, group.store))
+    def take_part(ranks: Ranks, name: bytes) -> None:
+        transport = join(ranks)
         assert transport is not None
-        heard.append(transport.exchange("names", b"one", 30))
+        with meeting_for(transport, "test", 30) as meeting:
+            heard.append(meeting.exchange(name))
         transport.close()
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=take_part, args=(Ranks(1, 2, group.store), b"one"))
     thread.start()
-    transport = join("test", 30, group)
-    assert transport is not None
-    assert transport.exchange("names", b"zero", 30) == {b"zero": (0,), b"one": (1,)}
-    transport.close(wait=10)
+    take_part(group, b"zero")
     thread.join(30)
-    assert heard == [{b"zero": (0,), b"one": (1,)}]
+    assert heard == [{b"zero": (0,), b"one": (1,)}] * 2
     left = [key for key in group.store._client.entries if "/at/" not in key]
     assert left == []
 

@@ -13,71 +13,63 @@ import pytest
 import torch.distributed as dist
 
 from everystep.errors import RankFailed
-from everystep.store.ranks import membership as rendezvous
-from everystep.store.ranks.machines import _cpus, machine, numa_node
-from everystep.store.ranks.membership import name_ranks, purpose_prefix
+from everystep.store.ranks import meeting as meeting_module
+from everystep.store.ranks import membership
+from everystep.store.ranks.meeting import Meeting
+from everystep.store.ranks.membership import _cpus, machine, name_ranks, numa_node
 from everystep.store.ranks.message_store import MessageStore
-from everystep.store.ranks.transport import Transport, _default_store, join
+from everystep.store.ranks.transport import _default_store, join
 from support.worlds.launcher import HOST, launch, values
+from support.worlds.meetings import meet
 from support.worlds.patience import PATIENCE_SECONDS, expecting, said_together
 
 pytestmark = pytest.mark.race
 
 
-def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Transport:
-    transport = join(purpose, timeout)
-    assert transport is not None
-    return transport
-
-
-def _failure(purpose: str, timeout: float):
+def _failure(what: str, timeout: float):
     with pytest.raises(RankFailed) as caught:
-        join(purpose, timeout)
+        meet(what, timeout)
     return str(caught.value), caught.value.ranks
 
 
-def _works(transport: Transport) -> bool:
-    return list(transport.exchange("views", b"%d" % transport.rank, PATIENCE_SECONDS).values()) == [
-        (0,),
-        (1,),
-        (2,),
-    ]
+def _works(meeting: Meeting) -> bool:
+    return list(meeting.exchange(b"%d" % meeting.rank).values()) == [(0,), (1,), (2,)]
 
 
-def _nobody() -> bool:
-    return join("anything", 5) is None
+def _alone() -> bool:
+    return join() is None
 
 
-def test_there_is_no_team_without_others(monkeypatch):
-    assert _nobody()  # no process group
-    assert values(launch(1, _nobody)) == [True]
+def test_there_is_no_transport_without_others(monkeypatch):
+    assert _alone()  # no process group
+    assert values(launch(1, _alone)) == [True]
     monkeypatch.delitem(sys.modules, "torch.distributed")
-    assert _nobody()
+    assert _alone()
 
 
 def _different_purposes(timeout):
-    purpose = "save to /here" if dist.get_rank() == 0 else "Checkpointer /there"
+    what = "save to /here" if dist.get_rank() == 0 else "Checkpointer of /there"
     with said_together():
-        found = _failure(purpose, timeout)
-    dist.barrier()  # until all have said where the others are, none is elsewhere
-    transport = _join("long " * 10_000)
-    return found, _works(transport)
+        found = _failure(what, timeout)
+    dist.barrier()  # until all have told where the others are, no rank is elsewhere
+    return found, _works(meet("long " * 10_000))
 
 
 def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
     coordinator, *others = values(launch(3, _different_purposes, 1.0))
     assert coordinator == (
         (
-            "ranks 1, 2 did not come to the meeting for save to /here within 1 s; "
-            "last report of rank 1: meeting for Checkpointer /there; "
-            "last report of rank 2: meeting for Checkpointer /there. All ranks must make this call, with the "
-            "same path",
+            "save to /here failed: nothing heard from rank 1 (last at: Checkpointer of /there), rank 2 (last "
+            "at: Checkpointer of /there) within 1 s; it has ended, hangs, or does not make this call. All "
+            "ranks must make it, with the same path",
             (1, 2),
         ),
         True,
     )
     for (message, ranks), works in others:
-        assert message.startswith("rank 0 did not open the meeting for Checkpointer /there within 1 s")
+        assert message.startswith(
+            "Checkpointer of /there failed: nothing heard from rank 0 (last at: save to /here) within 1 s"
+        )
         assert ranks == (0,)
         assert works
 
@@ -85,23 +77,24 @@ def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
 def _misses(timeout):
     """Each rank in turn stays away from a meeting, while the others wait in vain; then all meet."""
     rank, out = dist.get_rank(), []
-    mail = MessageStore(_default_store(), "test")
+    messages = MessageStore(_default_store(), "test")
     for absent in (2, 0, 1):
         others = [other for other in range(3) if other != absent]
         if rank != absent:
-            # Who waits for one that is there has time: only the coordinator gives up.
+            # A rank that waits for one that is there has time: the coordinator gives up, or no rank does.
             in_vain = rank == 0 or absent == 0
-            rendezvous.GRACE_SECONDS = 0.1 if in_vain else PATIENCE_SECONDS
+            meeting_module.GRACE_SECONDS = 0.1 if in_vain else PATIENCE_SECONDS
             with expecting(*others):
                 out.append(_failure("run", timeout if in_vain else PATIENCE_SECONDS)[1])
-            mail.post(f"{absent}/gave up/{rank}", b"")
+            messages.post(f"{absent}/gave up/{rank}", b"")
         else:
-            assert len(mail.collect([f"{absent}/gave up/{other}" for other in others], PATIENCE_SECONDS)) == 2
-        rendezvous.GRACE_SECONDS = PATIENCE_SECONDS
-        transport = _join("run")
-        assert _works(transport)
+            keys = [f"{absent}/gave up/{other}" for other in others]
+            assert len(messages.collect(keys, PATIENCE_SECONDS)) == 2
+        meeting_module.GRACE_SECONDS = PATIENCE_SECONDS
+        meeting = meet("run")
+        assert _works(meeting)
         if absent != 2:  # whether they leave in order or not
-            transport.close()
+            meeting.leave()
     return out
 
 
@@ -110,7 +103,7 @@ def test_a_rank_that_missed_a_meeting_finds_the_next():
 
 
 def _give_up():
-    """The coordinator is interrupted while it waits for a rank."""
+    """The coordinator is interrupted while it waits for another rank."""
     if dist.get_rank() == 0:
         collect = MessageStore.collect
 
@@ -120,7 +113,7 @@ def _give_up():
 
         MessageStore.collect = interrupted
         with pytest.raises(KeyboardInterrupt):
-            join("run", PATIENCE_SECONDS)
+            meet("run")
         MessageStore.collect = collect
         out = None
     elif dist.get_rank() == 1:
@@ -128,34 +121,42 @@ def _give_up():
         MessageStore(_default_store(), "test").post("told", b"")
     else:
         out = MessageStore(_default_store(), "test").read("told", PATIENCE_SECONDS)
-    return out, _works(_join("run"))
+    return out, _works(meet("run"))
 
 
 def test_a_meeting_that_the_coordinator_gave_up_is_closed():
     first, second, third = values(launch(3, _give_up))
     assert (first, third) == ((None, True), (b"", True))
-    assert second == (("rank 0 abandoned the meeting for run", (0,)), True)
+    assert second == (("run failed on rank 0: KeyboardInterrupt: KeyboardInterrupt", (0,)), True)
 
 
 def _coordinator_dies_in_the_meeting(timeout):
     if dist.get_rank() == 0:
         MessageStore.collect = lambda self, keys, timeout: time.sleep(600)  # it never closes the meeting
-        threading.Thread(target=join, args=("run", timeout), daemon=True).start()
-        home = MessageStore(_default_store(), f"everystep/{purpose_prefix('run')}")
-        opening = msgspec.msgpack.decode(home.read("open", PATIENCE_SECONDS), type=rendezvous._Opening)
-        home.read(f"answer/{opening.token}/1", PATIENCE_SECONDS)
+        path = []
+        post = MessageStore.post
+
+        def noted(self, key, data):
+            if key.endswith("/open"):
+                path.append(msgspec.msgpack.decode(data, type=meeting_module._Opening).path)
+            post(self, key, data)
+
+        MessageStore.post = noted
+        threading.Thread(target=meet, args=("run", timeout), daemon=True).start()
+        while not path:
+            time.sleep(0.01)
+        MessageStore(_default_store(), f"everystep/{path[0]}").read("said/1/1", PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     elif dist.get_rank() == 1:
-        if timeout < PATIENCE_SECONDS:
-            MessageStore.forget = lambda self, keys: None  # however late rank 0 looks, there is the answer
-        return _failure("run", PATIENCE_SECONDS)
+        meeting_module.GRACE_SECONDS = 0.0
+        return _failure("run", timeout)
     return None
 
 
 @pytest.mark.parametrize(
     ("store", "timeout", "expected"),
     [
-        ("agent", 0.5, "rank 0 opened the meeting for run and did not close it within 0.5 s"),
+        ("agent", 5.0, "run failed: nothing heard from rank 0 (last at: run) within 5 s"),
         ("rank0", PATIENCE_SECONDS, "cannot be reached"),  # at once
     ],
 )
@@ -167,19 +168,18 @@ def test_a_coordinator_that_dies_in_a_meeting_is_noticed(store, timeout, expecte
 
 
 def _again_and_again(turns, removes):
-    """The first rank comes again before the others have left: it must not find the old meeting."""
+    """A rank that is first comes again before the others have left: it must not find the old meeting."""
     rank = dist.get_rank()
     if not removes:
         MessageStore.forget = lambda self, keys: False
-    tokens = []
+    paths = []
     for turn in range(turns):
-        transport = _join("run")
-        told = transport.tell("turn", b"%d" % turn if rank == 0 else None, PATIENCE_SECONDS)
-        assert told == b"%d" % turn
-        tokens.append(transport.mail._prefix)
+        meeting = meet("run")
+        assert meeting.tell(b"%d" % turn if rank == 0 else None) == b"%d" % turn
+        paths.append(meeting.path)
         if turn % 2:
-            transport.close()
-    return tokens
+            meeting.leave()
+    return paths
 
 
 @pytest.mark.parametrize("removes", [True, False], ids=["removes", "keeps"])
@@ -189,21 +189,57 @@ def test_no_meeting_is_attended_twice_whether_the_store_removes_messages_or_not(
     assert all(other == first for other in others)
 
 
+def _known_members():
+    """How many answers of meetings have the members in them: all ranks know them, until one forgets."""
+    found = []
+    for turn in range(4):
+        if turn == 2 and dist.get_rank() == 1:
+            join().membership = None
+        meeting = meet(f"meeting {turn}")
+        found.append((meeting.is_new, meeting.membership.token))
+        meeting.leave()
+    return found
+
+
+def test_ranks_tell_each_other_who_they_are_only_if_one_of_them_does_not_know():
+    first, *others = values(launch(3, _known_members))
+    assert [new for new, _ in first] == [True, False, True, False]
+    assert first[0][1] == first[1][1] != first[2][1] == first[3][1]
+    assert others == [first] * 2
+
+
+def _another_process():
+    """Another process takes the place of rank 1: all learn of it, and none believes the old one."""
+    meet("before").leave()
+    rank = dist.get_rank()
+    if rank == 1:
+        found = membership.this_member()
+        meeting_module.this_member = lambda: msgspec.structs.replace(found, pid=found.pid + 1)
+    meeting = meet("after")
+    return meeting.is_new, meeting.membership.members[1].pid
+
+
+def test_a_process_that_takes_the_place_of_another_is_known_to_all():
+    found = values(launch(3, _another_process))
+    assert [new for new, _ in found] == [True] * 3
+    assert len({pid for _, pid in found}) == 1
+
+
 def _new_process_groups():
     rank, out = dist.get_rank(), []
     port = int(os.environ["MASTER_PORT"])
     for turn in range(3):
-        transport = _join("run")
-        out.append(_works(transport))
+        meeting = meet("run")
+        out.append(_works(meeting) and meeting.is_new)
         if turn == 0:
-            transport.close()
+            meeting.leave()
         dist.barrier()
         dist.destroy_process_group()
-        assert join("run", 5) is None
+        assert join() is None
         # Each a store of its own, on the same host; the last has been there before.
         store = dist.PrefixStore(f"group {turn}", dist.TCPStore(HOST, port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-        dist.barrier()  # who has made it and ends would disturb who has not
+        dist.barrier()  # a rank that has made it and ends would disturb one that has not
     return out
 
 

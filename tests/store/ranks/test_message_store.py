@@ -45,12 +45,6 @@ def test_messages_are_read_as_they_were_posted(mail):
     assert mail.collect(["key", "empty"], 5) == {"key": data, "empty": b""}
 
 
-def test_the_first_message_stays(mail):
-    assert mail.post_once("who", b"") == b""
-    assert mail.post_once("who", b"second") == b""
-    assert mail.read("who", 5) == b""
-
-
 def test_numbers_count(mail):
     assert [mail.count("n"), mail.count("n", 0), mail.count("n", 2)] == [1, 1, 3]
 
@@ -61,7 +55,6 @@ def test_what_is_forgotten_is_gone(mail):
     mail.forget(["a", "never was there"])
     assert not mail.has("a")
     assert mail.collect(["a", "b"], 0) == {"b": b"2"}
-    assert mail.post_once("a", b"again") == b"again"
 
 
 def test_silence_is_reported_after_the_time_given_and_the_connection_goes_on_working(mail):

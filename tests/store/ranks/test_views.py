@@ -14,9 +14,8 @@ from everystep.format.geometry import Box
 from everystep.plan.placement import Mesh, MeshPlacement, Split
 from everystep.plan.world import Seen, merge_views
 from everystep.store.ranks.checks.views import decode_view, encode_view, exchange_views
-from everystep.store.ranks.transport import join
 from support.worlds.launcher import launch, values
-from support.worlds.patience import PATIENCE_SECONDS
+from support.worlds.meetings import meet
 
 GRID = MeshPlacement(Mesh.grid(2, 2), (Split(0, 0), Split(1, 1, 2)))
 ODD = MeshPlacement(Mesh.of(np.array([[3, 1], [0, 7]])), (Split(0, 1),), Box((2, 0), (4, 4)))
@@ -115,22 +114,21 @@ def test_bytes_that_are_no_view_are_refused(data):
 
 def _exchange():
     rank = dist.get_rank()
-    transport = join("run", PATIENCE_SECONDS)
-    assert transport is not None
+    meeting = meet()
     both = MeshPlacement(Mesh.grid(3), (Split(0, 0),))
     view = (Seen("weight", "F32", (9, 2), both),)
     if rank == 2:
         view += (Seen("last", "F32", (3,)),)
-    views = exchange_views(transport, view, PATIENCE_SECONDS)
+    views = exchange_views(meeting, view)
     leaves = merge_views(views)
     if rank == 1:
-        transport.exchange("bad", b"garbage", PATIENCE_SECONDS)
+        meeting.exchange(b"garbage")
         failure = None
     else:
         with pytest.raises(RankFailed) as caught:
-            exchange_views(transport, view, PATIENCE_SECONDS, key="bad")
+            exchange_views(meeting, view)
         failure = str(caught.value), caught.value.ranks
-    transport.close()
+    meeting.leave(wait=True)
     return list(views.values()), [leaf.name for leaf in leaves], leaves, failure
 
 

@@ -116,9 +116,9 @@ def train(course: Course) -> dict[str, Any]:
                 _arm(course.kill)
             elif step == course.armed and course.kill is not None and course.timeout < PATIENCE_SECONDS:
                 set_patience(checkpointer, course.timeout)
-                transport = checkpointer._group.transport
-                assert transport is not None
-                outlive(course.kill.rank, transport.members[course.kill.rank].pid)
+                meeting = checkpointer._group.meeting
+                assert meeting is not None
+                outlive(course.kill.rank, meeting.membership.members[course.kill.rank].pid)
             checkpointer.save(step)
             if step >= course.armed:  # what is said next is of the step after
                 checkpointer.wait()
@@ -134,9 +134,8 @@ def train(course: Course) -> dict[str, Any]:
 def set_patience(checkpointer: everystep.Checkpointer, seconds: float) -> None:
     """From now on this rank waits so long for others."""
     group = checkpointer._group
-    calls = group._calls
-    assert calls is not None
-    group.timeout = checkpointer._timeout = calls.timeout = calls.grace = group.shares._timeout = seconds
+    assert group.meeting is not None
+    group.timeout = checkpointer._timeout = group.meeting.timeout = seconds
 
 
 def _arm(kill: Kill) -> None:
@@ -148,7 +147,7 @@ def _arm(kill: Kill) -> None:
     post = MessageStore.post
 
     def fatal(self: MessageStore, key: str, data: bytes) -> None:
-        if not key.endswith(kill.post):
+        if not f"{self._prefix}/{key}".endswith(kill.post):
             post(self, key, data)
             return
         if kill.sent:

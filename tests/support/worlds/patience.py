@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from everystep.store.ranks.membership import StatusKeys
 from everystep.store.ranks.message_store import MessageStore, MessageTimeout
+from everystep.store.ranks.transport import Transport
 
 PATIENCE_SECONDS = 60.0
 """For what is sure to come: only a hang takes longer."""
@@ -43,13 +43,13 @@ def said_together() -> Iterator[None]:
     """All ranks have said what they are at before the time of anybody begins."""
     import torch.distributed as dist
 
-    say = StatusKeys.say
+    say = Transport.say
 
-    def together(self: StatusKeys, rank: int, what: str) -> None:
-        say(self, rank, what)
+    def together(self: Transport, what: str) -> None:
+        say(self, what)
         dist.barrier()
 
-    with mock.patch.object(StatusKeys, "say", together):
+    with mock.patch.object(Transport, "say", together):
         yield
 
 

@@ -240,9 +240,9 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
 
             def when_called() -> None:
                 group = here.checkpointer._group
-                assert group.transport is not None
-                assert group._calls is not None
-                group.transport.mail.read(f"{group._calls.next}/call", PATIENCE_SECONDS)
+                assert group.meeting is not None
+                assert group._line is not None
+                group.meeting.messages.read(f"{group._line.next}/told/1", PATIENCE_SECONDS)
                 act()
 
             return when_called
@@ -273,10 +273,10 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
     from torch.distributed.distributed_c10d import _get_default_store
 
     from everystep.store.commit.shard_writer import ShardWriter
-    from everystep.store.ranks.save_round import SaveRound
+    from everystep.store.ranks.meeting import Meeting
 
     store = _get_default_store()
-    start, gather = ShardWriter.start, SaveRound.gather
+    start, gather = ShardWriter.start, Meeting.gather
     with bench(run, mode) as here:
 
         def late(self: ShardWriter, directory: Any, *, recycle: bool) -> None:
@@ -284,22 +284,22 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             store.wait(["called again"])
             start(self, directory, recycle=recycle)
 
-        def wait_for_all(self: SaveRound) -> Any:
+        def wait_for_all(self: Meeting) -> Any:
             store.set("called again", b"")
             return gather(self)
 
         if here.rank == 1:
             ShardWriter.start = late  # type: ignore[method-assign]
-        calls = here.checkpointer._group._calls
-        assert calls is not None
+        meeting = here.checkpointer._group.meeting
+        assert meeting is not None
         here.meet()
         if here.rank == 0:
-            calls.timeout = SILENCE_SECONDS
+            meeting.timeout = SILENCE_SECONDS
         with expecting(2):
             here.got["late"] = error_of(here.save)
-        calls.timeout = PATIENCE_SECONDS
+        meeting.timeout = PATIENCE_SECONDS
         if here.rank == 0:
-            SaveRound.gather = wait_for_all  # type: ignore[method-assign]
+            Meeting.gather = wait_for_all  # type: ignore[method-assign]
         here.got["again"] = error_of(lambda: here.checkpointer.save(here.step))
         here.got["again, durable"] = error_of(here.checkpointer.wait)
         here.meet()

@@ -62,8 +62,11 @@ class Round:
 
     rank = 0
     world = 1
-    rejected = False
-    """Whether the coordinator has said that nothing was committed, so nothing written is to stay."""
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the coordinator has said that nothing was committed, so nothing written is to stay."""
+        return False
 
     def open(self, opened: Opened | None) -> Opened:
         """The coordinator says where to write; the others pass None. Returns what it said."""

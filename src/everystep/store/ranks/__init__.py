@@ -2,13 +2,13 @@
 
 | module | what it owns |
 |---|---|
-| `transport` | who the ranks are; telling, agreeing, exchanging small messages, each with a time-out |
-| `membership`, `machines` | how ranks come together, and where they run |
 | `message_store` | messages over the process group's store; what it means when the store is gone |
-| `replies` | who was not heard of, where an answer of every rank is needed |
-| `save_round` | what ranks say to each other during a save |
+| `transport` | which ranks there are, and what a process keeps of them from call to call |
+| `membership` | who the ranks are, and where they run |
+| `meeting` | what ranks say to each other for one thing, from its opening to the clean-up |
+| `save_round` | the messages of a save, and the order of a Checkpointer's saves |
 | `errors` | how ranks tell each other what went wrong |
-| `group` | the ranks that save and load together: from joining to closing |
+| `group` | the ranks that save and load together: from meeting to closing |
 | `write_shares` | which fragments each rank writes |
 | `checks` | whether ranks agree: values, replicas, layouts |
 | `shared_load` | a load by all ranks |
@@ -16,6 +16,5 @@
 | `exchange` | handing such bytes from rank to rank |
 | `remote_shards` | shards on volumes that only other nodes see |
 | `channel` | the connections between ranks that bytes go over |
-| `consensus` | one rank's error as the result of all |
 | `open_together` | one checkpoint, opened by all ranks |
 """

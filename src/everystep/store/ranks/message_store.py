@@ -77,12 +77,6 @@ class MessageStore:
         name, framed = self._name(key), _frame(data)
         self._call(lambda store: store.set(name, framed))
 
-    def post_once(self, key: str, data: bytes) -> bytes:
-        """Leave a message unless there is one; what is there now."""
-        name, framed = self._name(key), _frame(data)
-        found = self._call(lambda store: store.compare_set(name, b"", framed))
-        return _unframe(found, key)
-
     def has(self, key: str) -> bool:
         """Whether there is a message."""
         name = self._name(key)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from everystep.engine import READING, Tuning
 from everystep.errors import CheckpointNotFound
-from everystep.store.ranks.consensus import all_or_none, settle
 from everystep.store.ranks.errors import AnotherCheckpoint
-from everystep.store.ranks.transport import Transport
+from everystep.store.ranks.meeting import Meeting
 from everystep.store.read.checkpoint import Checkpoint, open_any
 from everystep.store.read.open import resolve
 
@@ -18,9 +17,8 @@ _MAX_REPLACED = 100
 
 
 def open_together(
-    transport: Transport,
+    meeting: Meeting,
     path: str,
-    timeout: float,
     check: Callable[[Checkpoint], None] | None = None,
     tuning: Tuning = READING,
 ) -> Checkpoint:
@@ -37,11 +35,11 @@ def open_together(
     except Exception as raised:
         error = raised
     id = b"" if opened is None else opened.id.encode()
-    leading = transport.tell("opened", id if transport.is_coordinator else None, timeout)
+    leading = meeting.tell(id if meeting.is_coordinator else None)
     if error is None and leading and leading != id:
         error = AnotherCheckpoint("not the checkpoint that rank 0 found at this path", path=path)
     try:
-        settle(transport, "open", error, timeout)
+        meeting.settle(error)
     except BaseException:
         if opened is not None:
             opened.close()
@@ -51,24 +49,22 @@ def open_together(
 
 
 def open_newest_together(
-    transport: Transport, path: str | os.PathLike[str], timeout: float, tuning: Tuning = READING
+    meeting: Meeting, path: str | os.PathLike[str], tuning: Tuning = READING
 ) -> Checkpoint:
     """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
     before all have opened it."""
     attempts = 0
     while True:
         attempts += 1
-        found = _resolve(transport, path, timeout)
+        found = _resolve(meeting, path)
         try:
-            return open_together(transport, found, timeout, tuning=tuning)
+            return open_together(meeting, found, tuning=tuning)
         except (AnotherCheckpoint, CheckpointNotFound):  # raised by all, or by none
             if attempts == _MAX_REPLACED:
                 raise
 
 
-def _resolve(transport: Transport, path: str | os.PathLike[str], timeout: float) -> str:
-    with all_or_none(transport, "resolve", timeout):
-        found = resolve(path) if transport.is_coordinator else ""
-    return os.fsdecode(
-        transport.tell("path", os.fsencode(found) if transport.is_coordinator else None, timeout)
-    )
+def _resolve(meeting: Meeting, path: str | os.PathLike[str]) -> str:
+    with meeting.all_or_none():
+        found = resolve(path) if meeting.is_coordinator else ""
+    return os.fsdecode(meeting.tell(os.fsencode(found) if meeting.is_coordinator else None))

@@ -27,8 +27,7 @@ from everystep.plan import ByteRange
 from everystep.store.names import sendable
 from everystep.store.ranks.channel import Channel, Message, carry
 from everystep.store.ranks.exchange import MESSAGE_NBYTES, LocalArray, Span, Spans, cut
-from everystep.store.ranks.replies import all_heard
-from everystep.store.ranks.transport import Transport
+from everystep.store.ranks.meeting import Meeting
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
 from everystep.store.read.shard_reader import MISSING, FragmentRequest, request_range, volume_of
@@ -70,17 +69,15 @@ class RemoteShards:
 
     def __init__(
         self,
-        transport: Transport,
+        meeting: Meeting,
         checkpoint: Checkpoint,
         channel: Channel,
-        timeout: float,
         *,
         verify: bool,
     ) -> None:
-        self._transport = transport
+        self._meeting = meeting
         self._checkpoint = checkpoint
         self._channel = channel
-        self._timeout = timeout
         self._verify = verify
         self._unseen: list[FileReads] = []
         self._readers: dict[_Key, int] = {}
@@ -113,11 +110,11 @@ class RemoteShards:
             for at in range(0, len(of_this), _ASKED_AT_ONCE):
                 batches.append((reader, msgspec.msgpack.encode(of_this[at : at + _ASKED_AT_ONCE])))
         heard: dict[int, list[Asked]] = {}
-        for asker, data in self._transport.deliver("load/asked", batches, self._timeout):
+        for asker, data in self._meeting.deliver(batches):
             heard.setdefault(asker, []).extend(msgspec.msgpack.decode(data, type=list[Asked]))
         desk = _Desk(self._checkpoint, verify=self._verify)
         messages: list[Message] = [*self._inward(asking), *self._outward(heard, desk)]
-        carry(self._channel, messages, self._timeout)
+        carry(self._channel, messages, self._meeting.timeout)
         if desk.error is not None:
             raise desk.error
 
@@ -129,25 +126,23 @@ class RemoteShards:
     def _union(self, unseen: Sequence[Shard]) -> list[Shard]:
         """All files that some rank wants and does not see."""
 
-        def unite(messages: Sequence[bytes | None]) -> bytes:
-            heard = all_heard(messages, "load/unseen", self._timeout)
+        def unite(heard: Sequence[bytes]) -> bytes:
             found = {shard for data in heard for shard in msgspec.msgpack.decode(data, type=list[Shard])}
             return msgspec.msgpack.encode(sorted(found))
 
         mine = msgspec.msgpack.encode(unseen)
-        data = self._transport.agree("load/unseen", mine, unite, self._timeout)
+        data = self._meeting.agree(mine, unite)
         return msgspec.msgpack.decode(data, type=list[Shard])
 
     def _choose_readers(self, wanted: Sequence[Shard]) -> dict[_Key, int]:
         """One rank for each file, of those that see it."""
 
-        def choose(messages: Sequence[bytes | None]) -> bytes:
-            heard = all_heard(messages, "load/seen", self._timeout)
+        def choose(heard: Sequence[bytes]) -> bytes:
             seeing: dict[int, list[int]] = {}
             for rank, data in enumerate(heard):
                 for number in msgspec.msgpack.decode(data, type=list[int]):
                     seeing.setdefault(number, []).append(rank)
-            files = [0] * self._transport.world
+            files = [0] * self._meeting.world
             chosen: list[int | None] = []
             for number in range(len(wanted)):
                 reader = min(seeing.get(number, ()), key=lambda rank: (files[rank], rank), default=None)
@@ -158,11 +153,11 @@ class RemoteShards:
 
         seen = [number for number, shard in enumerate(wanted) if os.path.isfile(shard.path)]
         mine = msgspec.msgpack.encode(seen)
-        data = self._transport.agree("load/seen", mine, choose, self._timeout)
+        data = self._meeting.agree(mine, choose)
         chosen = msgspec.msgpack.decode(data, type=list[int | None])
         gone = [shard for shard, reader in zip(wanted, chosen, strict=True) if reader is None]
         if gone:
-            raise _out_of_reach(gone, sorted({member.host for member in self._transport.members}))
+            raise _out_of_reach(gone, sorted({member.host for member in self._meeting.membership.members}))
         readers = zip(wanted, chosen, strict=True)
         return {shard.key: reader for shard, reader in readers if reader is not None}
 
@@ -189,13 +184,13 @@ class RemoteShards:
         for reader, spans in by_reader.items():
             for number, part in enumerate(_messages([span.nbytes for span in spans])):
                 found = tuple(spans[index] for index in part)
-                yield Spans(number, reader, self._transport.rank, False, found)
+                yield Spans(number, reader, self._meeting.rank, False, found)
 
     def _outward(self, heard: Mapping[int, Sequence[Asked]], desk: _Desk) -> Iterator[Message]:
         for asker, asked in heard.items():
             for number, part in enumerate(_messages([item.nbytes for item in asked])):
                 found = tuple(asked[index] for index in part)
-                yield _Answer(number, self._transport.rank, asker, True, found, desk)
+                yield _Answer(number, self._meeting.rank, asker, True, found, desk)
 
 
 class _Desk:

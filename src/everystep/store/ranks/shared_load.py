@@ -10,7 +10,7 @@
 4. Ranks pass their shares on (`everystep.store.ranks.exchange`), and put back all that is not an array.
 5. All ranks know that all are done.
 
-If one rank fails, all raise (`everystep.store.ranks.consensus`). State of one rank goes back to the rank of
+If one rank fails, all raise (`Meeting.settle`). State of one rank goes back to the rank of
 the same number. New ranks keep their present state, and state of ranks that no longer exist is left out; a
 warning reports both.
 """
@@ -32,14 +32,13 @@ from everystep.plan.world import Seen
 from everystep.state import LeafMeta, Mismatch, Restore
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.checks.views import exchange_views
-from everystep.store.ranks.consensus import all_or_none, settle
 from everystep.store.ranks.errors import RankError, raise_worst
 from everystep.store.ranks.exchange import LocalArray, hand_out
+from everystep.store.ranks.meeting import Meeting
+from everystep.store.ranks.membership import name_ranks
 from everystep.store.ranks.read_shares import Sharing, common_wishes
 from everystep.store.ranks.remote_shards import RemoteShards
-from everystep.store.ranks.replies import ranks_in_words
 from everystep.store.ranks.subgroup import renumber_targets
-from everystep.store.ranks.transport import Transport
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
 from everystep.store.read.requests import BoxRequest, box_requests, boxes_of_targets
@@ -47,7 +46,7 @@ from everystep.store.read.restoring import Unrestored, compare_target
 
 
 def load_together(
-    transport: Transport,
+    meeting: Meeting,
     checkpoint: Checkpoint,
     into: object,
     *,
@@ -55,15 +54,14 @@ def load_together(
     verify: bool = True,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
-    timeout: float = 600.0,
     channel: Channel | None = None,
 ) -> object:
     """Put a checkpoint back into the states of all ranks; the restored state of this one.
 
-    To be called by all ranks, in the training's thread, with the same arguments but for `into`. `timeout` is
-    how long ranks wait for each other in each step. Without a `channel` every rank reads all it wants itself.
+    To be called by all ranks of a meeting, in the training's thread, with the same arguments but for `into`.
+    Without a `channel` every rank reads all it wants itself.
     """
-    load = _Load(transport, checkpoint, timeout, channel, rename)
+    load = _Load(meeting, checkpoint, channel, rename)
     restore, wishes, mismatch = load.plan(into, select, strict)
     sharing = load.share(wishes)
     load.read(restore, wishes, sharing, verify=verify)
@@ -106,15 +104,13 @@ class _Load:
 
     def __init__(
         self,
-        transport: Transport,
+        meeting: Meeting,
         checkpoint: Checkpoint,
-        timeout: float,
         channel: Channel | None,
         rename: Callable[[str], str] | None,
     ) -> None:
-        self._transport = transport
+        self._meeting = meeting
         self._checkpoint = checkpoint
-        self._timeout = timeout
         self._channel = channel
         self._rename = rename
         self._what = f"loading {checkpoint.path}"
@@ -125,7 +121,7 @@ class _Load:
         self, into: object, select: str | Iterable[str] | None, strict: bool
     ) -> tuple[Restore, _Wishes, Mismatch]:
         """How this rank's target is filled, once it is known that everybody's can be."""
-        self._transport.say(self._what)
+        self._meeting.transport.say(self._what)
         restore: Restore | None = None
         wishes = _Wishes((), (), {})
         failed: Exception | None = None
@@ -151,14 +147,14 @@ class _Load:
         return restore, wishes, mismatch
 
     def _compare(self, into: object, select: str | Iterable[str] | None, strict: bool) -> Restore:
-        checkpoint, rank = self._checkpoint, self._transport.rank
+        checkpoint, rank = self._checkpoint, self._meeting.rank
         checkpoint._fit_to(into)
         self._metas = checkpoint._parts.metas_for(rank)
         self._aliases = checkpoint._parts.aliases_for(rank)
         restore = compare_target(
             checkpoint._reader, into, select, rank=rank, shared=True, strict=strict, rename=self._rename
         )
-        renumber_targets(restore, self._transport.subgroup)
+        renumber_targets(restore, self._meeting.subgroup)
         return restore
 
     def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
@@ -166,7 +162,7 @@ class _Load:
 
         `RanksDisagree` on all ranks unless all of them are as strict: one would go on where another ends.
         """
-        rank = self._transport.rank
+        rank = self._meeting.rank
         if restore is None:
             assert failed is not None
             mine = _Plan(strict=strict, failure=RankError.of(rank, failed))
@@ -179,13 +175,13 @@ class _Load:
                 fills=restore.fills,
                 lacks=restore.lacks,
             )
-        heard = self._transport.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
+        heard = self._meeting.exchange(msgspec.msgpack.encode(mine))
         told = [(msgspec.msgpack.decode(data, type=_Plan), ranks) for data, ranks in heard.items()]
         first = told[0][0].strict
         others = sorted(other for plan, ranks in told if plan.strict != first for other in ranks)
         if others:
             raise RanksDisagree(
-                f"rank 0 loads with strict={first}, but {ranks_in_words(others)} with strict={not first}. It "
+                f"rank 0 loads with strict={first}, but {name_ranks(others)} with strict={not first}. It "
                 "must be the same on all ranks. Nothing has been restored",
                 ranks=(0, *others),
             )
@@ -213,12 +209,12 @@ class _Load:
         """Who reads what, of all that several ranks want."""
         places = {wish.seen: wish.place for wish in (*wishes.into_fresh, *wishes.into_place)}
         if self._channel is None:
-            return Sharing((), self._transport.topology, self._transport.rank, places)
+            return Sharing((), self._meeting.membership.topology, self._meeting.rank, places)
         # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
         common = self._checkpoint._parts.metas
         view = tuple(wanted for wanted in places if wanted.name in common)
-        views = exchange_views(self._transport, view, self._timeout, "load/views")
-        return Sharing(common_wishes(views), self._transport.topology, self._transport.rank, places)
+        views = exchange_views(self._meeting, view)
+        return Sharing(common_wishes(views), self._meeting.membership.topology, self._meeting.rank, places)
 
     def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
         """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
@@ -229,13 +225,13 @@ class _Load:
         try:
             wanted = [*sharing.reads(), *self._own_reads(restore, wishes, sharing)]
             reads = [] if checkpoint._parts.stored_whole else checkpoint._reader.reads(wanted, verify=verify)
-        except Exception as error:  # told to all ranks, and raised by `settle`
+        except Exception as error:  # told to all ranks, and raised by `Meeting.settle`
             failed = error
         elsewhere: RemoteShards | None = None
         if self._channel is not None and not checkpoint._parts.stored_whole:
-            elsewhere = RemoteShards(self._transport, checkpoint, self._channel, self._timeout, verify=verify)
+            elsewhere = RemoteShards(self._meeting, checkpoint, self._channel, verify=verify)
             reads = elsewhere.keep(reads)
-        with all_or_none(self._transport, "load/read", self._timeout):
+        with self._meeting.all_or_none():
             if failed is not None:
                 raise failed
             if checkpoint._parts.stored_whole:
@@ -243,7 +239,7 @@ class _Load:
             else:
                 checkpoint._reader.carry_out(reads, verify=verify)
         if elsewhere is not None and elsewhere.is_distributed:
-            with all_or_none(self._transport, "load/elsewhere", self._timeout):
+            with self._meeting.all_or_none():
                 elsewhere.transfer()
 
     def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[BoxRequest]:
@@ -252,7 +248,7 @@ class _Load:
                 yield BoxRequest(wish.seen.name, whole(wish.place.shape), wish.place.where)
         shared = {wish.key for wish in wishes.into_place if wish.seen in sharing.shared}
         metas = {key: self._meta(key) for key in restore.destinations}
-        for item in box_requests(restore, metas, self._transport.rank):
+        for item in box_requests(restore, metas, self._meeting.rank):
             if item.leaf not in shared:
                 yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
         yield from boxes_of_targets(restore)
@@ -263,19 +259,21 @@ class _Load:
         failed: Exception | None = None
         try:
             if self._channel is not None:
-                hand_out(self._channel, self._transport.rank, sharing.groups, sharing.place, self._timeout)
+                hand_out(
+                    self._channel, self._meeting.rank, sharing.groups, sharing.place, self._meeting.timeout
+                )
             restored = restore.finish(wishes.fresh)
-        except Exception as error:  # told to all ranks, and raised by `settle`
+        except Exception as error:  # told to all ranks, and raised by `Meeting.settle`
             failed = error
-        settle(self._transport, "load/restored", failed, self._timeout)
+        self._meeting.settle(failed)
         return restored
 
     def warn(self, restore: Restore, mismatch: Mismatch, *, selected: bool) -> None:
         """Warns of what has not been restored. Rank 0 warns of what concerns all ranks."""
-        rank, world, saved = self._transport.rank, self._transport.world, self._checkpoint.world
-        leads = rank == 0
-        beyond = self._checkpoint._parts.local(0) if leads and saved > world and not selected else {}
-        unrestored = Unrestored.of(restore, mismatch if leads else restore.mismatch, beyond)
+        rank, world, saved = self._meeting.rank, self._meeting.world, self._checkpoint.world
+        is_coordinator = rank == 0
+        beyond = self._checkpoint._parts.local(0) if is_coordinator and saved > world and not selected else {}
+        unrestored = Unrestored.of(restore, mismatch if is_coordinator else restore.mismatch, beyond)
         unrestored.warn(self._checkpoint.path, rank, world, saved)
 
     def _meta(self, name: str) -> LeafMeta:

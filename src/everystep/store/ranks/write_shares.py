@@ -26,11 +26,12 @@ from everystep.plan.topology import Topology, Writers
 from everystep.plan.volumes import stripe
 from everystep.plan.world import Beside, besides, merge_views
 from everystep.state import Flat, LeafSource
+from everystep.store.commit import volumes as volume_files
 from everystep.store.commit.driver import Agreement
 from everystep.store.commit.manifest import require_complete
 from everystep.store.commit.round import ShareWritten
 from everystep.store.commit.share import Share
-from everystep.store.options import Replicas
+from everystep.store.options import Replicas, WriteSettings
 from everystep.store.ranks.checks.layouts import Crossings, check_layouts, crossing_samples, crossings_of
 from everystep.store.ranks.checks.replicas import (
     Copies,
@@ -50,8 +51,8 @@ from everystep.store.ranks.checks.values import (
     structure_digest,
 )
 from everystep.store.ranks.checks.views import exchange_views
+from everystep.store.ranks.meeting import Meeting
 from everystep.store.ranks.save_round import Ready
-from everystep.store.ranks.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,94 +79,79 @@ class WriteShares:
 
     def __init__(
         self,
-        transport: Transport | None,
+        rank: int = 0,
         *,
         writers: Writers = "all",
-        speeds: Sequence[float] = (1.0,),
+        volumes: Sequence[str] = (),
         replicas: Replicas = "check",
-        timeout: float,
     ) -> None:
-        self._transport = transport
-        self._topology = Topology.regular(1) if transport is None else transport.topology
-        self._topology.writers(writers)  # raises for what makes no sense, before anybody waits
+        self._rank = rank
         self._writers: Writers = writers
-        self.speeds = tuple(speeds)
+        self._volumes = tuple(volumes)
         self._replicas = replicas
-        self._timeout = timeout
+        self._speeds = tuple(volume_files.measure(volumes)) if volumes else (1.0,)
         self._known: tuple[Any, Planned] | None = None
         self._outline = Outline()
 
-    @property
-    def rank(self) -> int:
-        return 0 if self._transport is None else self._transport.rank
+    def fits(self, settings: WriteSettings) -> bool:
+        """Whether it plans for these settings."""
+        own = self._writers, self._volumes, self._replicas
+        return own == (settings.writers, tuple(settings.volumes), settings.replicas)
 
-    def look(self, flat: Flat) -> Ready:
-        """What this rank can write of a state; to be called before anything else is done with it.
+    def signature(self, flat: Flat) -> tuple[str, str]:
+        """The fingerprint of the present plan if it is for leaves like these, and a digest of the structure.
 
-        The plan at hand counts if it is for leaves like these.
+        To be called before anything else is done with a state.
         """
         self._outline = outline_of(flat.tree, self._outline)
         fits = self._known is not None and self._known[0] == _signature(flat)
         fingerprint = self._known[1].fingerprint if fits and self._known is not None else ""
-        return Ready(fingerprint, digest("".join(self._outline.structure.values()).encode()))
+        return fingerprint, digest("".join(self._outline.structure.values()).encode())
 
-    def serves(self, ranks: Sequence[Ready]) -> bool:
-        """Whether the plan at hand is good for what all ranks can write, by rank."""
+    def matches(self, ranks: Sequence[Ready]) -> bool:
+        """Whether the present plan is good for the states of all ranks, by rank."""
         if self._known is None:
             return False
         plan = self._known[1]
-        return all(
-            here.plan == plan.fingerprint and here.structure == ranks[plan.speakers[rank]].structure
-            for rank, here in enumerate(ranks)
+        return len(plan.speakers) == len(ranks) and all(
+            ready.plan == plan.fingerprint and ready.structure == ranks[plan.speakers[rank]].structure
+            for rank, ready in enumerate(ranks)
         )
 
     def forget(self) -> None:
-        """Plans anew next time."""
+        """The next save makes a new plan."""
         self._known = None
 
-    def plan(self, flat: Flat, call: int) -> None:
-        """Plans anew, with all others.
-
-        `call`: the number of the call that this is for. A rank that missed one must not hear what was said
-        there.
-        """
-        key = f"plan/{call}"
+    def plan(self, flat: Flat, meeting: Meeting | None) -> None:
+        """Makes a new plan, with all other ranks of a meeting."""
         self._known = None
+        topology = Topology.regular(1) if meeting is None else meeting.membership.topology
+        topology.writers(self._writers)  # raises for what makes no sense, before any rank waits
         view = view_of(flat.leaves)
-        if self._transport is None:
+        compared = meeting is not None and self._replicas == "check"
+        if meeting is None:
             layouts, others = merge_views({view: [0]}), tuple[Beside, ...]()
             speakers: tuple[int, ...] = (0,)
         else:
-            speakers = self._speakers(structure_digest(flat.tree), f"{key}/structure")
+            speakers = _speakers(structure_digest(flat.tree), meeting)
             if len(set(speakers)) > 1:
-                said = facts_of(flat.tree).structure if speakers[self.rank] == self.rank else {}
-                check_structures(self._transport, said, self._timeout, f"{key}/facts")
-            views = exchange_views(self._transport, view, self._timeout, f"{key}/views")
+                said = facts_of(flat.tree).structure if speakers[self._rank] == self._rank else {}
+                check_structures(meeting, said)
+            views = exchange_views(meeting, view)
             layouts = merge_views(views)
-            others = besides(views, layouts) if self._replicas == "check" else ()
-            check_ties(self._transport, flat.aliases, layouts, self._timeout, f"{key}/ties")
-            if self._replicas == "check":
-                check_replicas(self._transport, flat.leaves, layouts, self._timeout, f"{key}/replicas")
-                check_layouts(self._transport, flat.leaves, layouts, others, self._timeout, f"{key}/ways")
+            others = besides(views, layouts) if compared else ()
+            check_ties(meeting, flat.aliases, layouts)
+            if compared:
+                check_replicas(meeting, flat.leaves, layouts)
+                check_layouts(meeting, flat.leaves, layouts, others)
         self._require_complete(flat, layouts)
-        self._known = _signature(flat), self._planned(layouts, others, speakers)
+        self._known = _signature(flat), self._planned(topology, layouts, others, speakers, compared=compared)
 
-    def check_replicas(self, flat: Flat) -> None:
-        """Raises `RanksDisagree` if ranks hold different values of replicated arrays."""
-        if self._transport is None:
-            return
-        self._transport.check_group()
-        with self._transport.again("comparing replicas", self._timeout) as transport:
-            views = exchange_views(transport, view_of(flat.leaves), self._timeout)
-            layouts = merge_views(views)
-            check_replicas(transport, flat.leaves, layouts, self._timeout)
-            check_layouts(transport, flat.leaves, layouts, besides(views, layouts), self._timeout)
-
-    def of(self, flat: Flat) -> Share:
-        """This rank's share of a state that was looked at, and that the plan at hand is for."""
+    def share(self, flat: Flat) -> Share:
+        """This rank's share of the state that `signature` was called with. The present plan is for it."""
         assert self._known is not None
         planned = self._known[1]
-        rank = self.rank
+        rank = self._rank
         here = {leaf.name: leaf for leaf in flat.leaves}
         fragments: list[LeafSource] = []
         for volume, owned in enumerate(planned.mine):
@@ -193,21 +179,26 @@ class WriteShares:
         return partial(_check, self._known[1].fingerprint, self._known[1].speakers)
 
     def _planned(
-        self, layouts: Sequence[LeafLayout], others: Sequence[Beside], speakers: tuple[int, ...]
+        self,
+        topology: Topology,
+        layouts: Sequence[LeafLayout],
+        others: Sequence[Beside],
+        speakers: tuple[int, ...],
+        *,
+        compared: bool,
     ) -> Planned:
-        writes = WritePlan(layouts, self._topology, writers=self._writers)
-        owned = writes.fragments(self.rank)
+        writes = WritePlan(layouts, topology, writers=self._writers)
+        owned = writes.fragments(self._rank)
         layout = encode_plan(writes)
-        compared = self._transport is not None and self._replicas == "check"
         return Planned(
             writes.leaves,
-            stripe(owned, self.speeds) if owned else (),
+            stripe(owned, self._speeds) if owned else (),
             sum(itemsize(leaf.dtype) * math.prod(leaf.shape) for leaf in writes.leaves),
             layout,
             digest(layout),
             speakers,
-            copies_of(self.rank, writes.leaves) if compared else (),
-            crossings_of(self.rank, writes.leaves, others),
+            copies_of(self._rank, writes.leaves) if compared else (),
+            crossings_of(self._rank, writes.leaves, others),
         )
 
     def _require_complete(self, flat: Flat, layouts: Sequence[LeafLayout]) -> None:
@@ -217,14 +208,22 @@ class WriteShares:
         elsewhere = {layout.name for layout in layouts}
         require_complete((flat.tree, *flat.local.values()), {*own, *tied}, elsewhere)
 
-    def _speakers(self, structure: str, key: str) -> tuple[int, ...]:
-        """Who speaks for whom."""
-        assert self._transport is not None
-        found = [0] * self._transport.world
-        for ranks in self._transport.exchange(key, structure.encode(), self._timeout).values():
-            for rank in ranks:
-                found[rank] = ranks[0]
-        return tuple(found)
+
+def check_all_replicas(flat: Flat, meeting: Meeting) -> None:
+    """Raises `RanksDisagree` if ranks hold different values of replicated arrays."""
+    views = exchange_views(meeting, view_of(flat.leaves))
+    layouts = merge_views(views)
+    check_replicas(meeting, flat.leaves, layouts)
+    check_layouts(meeting, flat.leaves, layouts, besides(views, layouts))
+
+
+def _speakers(structure: str, meeting: Meeting) -> tuple[int, ...]:
+    """For each rank, the first one with the same structure of state."""
+    found = [0] * meeting.world
+    for ranks in meeting.exchange(structure.encode()).values():
+        for rank in ranks:
+            found[rank] = ranks[0]
+    return tuple(found)
 
 
 def _signature(flat: Flat) -> Any:

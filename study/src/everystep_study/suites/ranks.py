@@ -256,9 +256,9 @@ class RanksSuite(Suite):
             f"that writes (reads) as much; '{TIMES}Everystep': how many times as fast as that row Everystep "
             "is; 'shares': how far apart the bytes of the ranks are, of a share, or how many ranks wrote "
             "any; 'copies': what is on the disk, over the state. Recycling is the steady state of a "
-            "training; Everystep alone makes a new directory, and meets, plans and compares replicas each "
-            "time. The raw device is one process with normal pages and a new file: several writers, huge "
-            "pages, and writing over an old file can be faster."
+            "training; Everystep alone makes a new directory each time. The raw device is one process with "
+            "normal pages and a new file: several writers, huge pages, and writing over an old file can be "
+            "faster."
         ]
         if result.facts["most_ranks"] > result.machine.cpu_count:
             notes.append(

@@ -29,8 +29,8 @@ from everystep.plan.placement import Holding, LeafLayout, MeshPlacement, holding
 from everystep.plan.world import Beside
 from everystep.state import LeafSource
 from everystep.store.ranks.checks.replicas import in_host_memory
-from everystep.store.ranks.replies import all_heard, ranks_in_words
-from everystep.store.ranks.transport import Transport
+from everystep.store.ranks.meeting import Meeting
+from everystep.store.ranks.membership import name_ranks
 
 _ELEMENTS: Final = 1 << 16
 """Summed up at a time: little enough to stay in the caches."""
@@ -76,12 +76,10 @@ class _Target:
 
 
 def check_layouts(
-    transport: Transport,
+    meeting: Meeting,
     leaves: Sequence[LeafSource],
     layouts: Sequence[LeafLayout],
     besides: Sequence[Beside],
-    timeout: float,
-    key: str = "ways",
 ) -> None:
     """`RanksDisagree`, on all ranks, names leaves that lie on ranks in different ways and are not the same.
 
@@ -92,18 +90,18 @@ def check_layouts(
     targets = _targets(layouts, besides)
     here = {leaf.name: leaf for leaf in leaves}
     try:
-        said = _Said(list(_sums(transport.rank, here, layouts, targets)))
+        said = _Said(list(_sums(meeting.rank, here, layouts, targets)))
     except _Uncut as error:
         said = _Said([], str(error), error.leaf)
 
-    def compare(messages: Sequence[bytes | None]) -> bytes:
-        heard = [msgspec.msgpack.decode(data, type=_Said) for data in all_heard(messages, key, timeout)]
+    def compare(messages: Sequence[bytes]) -> bytes:
+        heard = [msgspec.msgpack.decode(data, type=_Said) for data in messages]
         for rank, its in enumerate(heard):
             if its.trouble:
                 return msgspec.msgpack.encode((rank, its.leaf, its.trouble, []))
         return msgspec.msgpack.encode((0, "", "", _findings(heard, layouts, targets)))
 
-    verdict = transport.agree(key, msgspec.msgpack.encode(said), compare, timeout)
+    verdict = meeting.agree(msgspec.msgpack.encode(said), compare)
     rank, leaf, trouble, found = msgspec.msgpack.decode(verdict, type=tuple[int, str, str, list[_Finding]])
     if trouble:
         raise RanksDisagree(
@@ -274,8 +272,8 @@ def _findings(
 
 def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     lines = [
-        f"{finding.leaf}: the values on {ranks_in_words(finding.beside)} differ from those on "
-        f"{ranks_in_words(finding.written)}"
+        f"{finding.leaf}: the values on {name_ranks(finding.beside)} differ from those on "
+        f"{name_ranks(finding.written)}"
         for finding in findings
     ]
     if len(findings) == _MAX_LEAVES:

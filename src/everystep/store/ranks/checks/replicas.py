@@ -26,8 +26,8 @@ from everystep.plan.fragments import part_of_source
 from everystep.plan.placement import LeafLayout
 from everystep.plan.replica_groups import ReplicaGroup, replica_groups_of
 from everystep.state import LeafSource
-from everystep.store.ranks.replies import all_heard, ranks_in_words
-from everystep.store.ranks.transport import Transport
+from everystep.store.ranks.meeting import Meeting
+from everystep.store.ranks.membership import name_ranks
 
 WINDOW_NBYTES = 8 << 20
 """Larger arrays are hashed window by window: what is not in one row in host memory needs a buffer."""
@@ -62,11 +62,9 @@ class _Finding(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_replicas(
-    transport: Transport,
+    meeting: Meeting,
     leaves: Sequence[LeafSource],
     layouts: Sequence[LeafLayout],
-    timeout: float,
-    key: str = "replicas",
 ) -> None:
     """Compare what several ranks hold copies of; `RanksDisagree`, on all ranks, names what is not equal.
 
@@ -75,24 +73,22 @@ def check_replicas(
     """
     replica_groups = replica_groups_of(layouts)
     here = {leaf.name: leaf for leaf in leaves}
-    mine = list(_hashed(transport.rank, here, layouts, replica_groups))
+    mine = list(_hashed(meeting.rank, here, layouts, replica_groups))
     sums = [_StreamDigest(item.replica_group, item.stream, xxh3_64(item.digests)) for item in mine]
 
-    def compare(messages: Sequence[bytes | None]) -> bytes:
-        return msgspec.msgpack.encode(_unequal_streams(all_heard(messages, key, timeout)))
+    def compare(messages: Sequence[bytes]) -> bytes:
+        return msgspec.msgpack.encode(_unequal_streams(messages))
 
-    verdict = transport.agree(f"{key}/streams", msgspec.msgpack.encode(sums), compare, timeout)
+    verdict = meeting.agree(msgspec.msgpack.encode(sums), compare)
     suspects = msgspec.msgpack.decode(verdict, type=list[tuple[int, int]])
     if not suspects:
         return
     details = [item for item in mine if (item.replica_group, item.stream) in suspects]
 
-    def find(messages: Sequence[bytes | None]) -> bytes:
-        return msgspec.msgpack.encode(
-            _unequal_leaves(all_heard(messages, key, timeout), layouts, replica_groups)
-        )
+    def find(messages: Sequence[bytes]) -> bytes:
+        return msgspec.msgpack.encode(_unequal_leaves(messages, layouts, replica_groups))
 
-    report = transport.agree(f"{key}/leaves", msgspec.msgpack.encode(details), find, timeout)
+    report = meeting.agree(msgspec.msgpack.encode(details), find)
     raise _disagreement(msgspec.msgpack.decode(report, type=list[_Finding]))
 
 
@@ -176,11 +172,9 @@ def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def check_ties(
-    transport: Transport,
+    meeting: Meeting,
     aliases: Sequence[tuple[str, str]],
     layouts: Sequence[LeafLayout],
-    timeout: float,
-    key: str = "ties",
 ) -> None:
     """`RanksDisagree` unless names that share one array (tied weights) do so on every rank that has them.
 
@@ -188,7 +182,7 @@ def check_ties(
     """
     leaves = {layout.name for layout in layouts}
     first: dict[str, tuple[int, str]] = {}
-    for blob, ranks in transport.exchange(key, msgspec.msgpack.encode(sorted(aliases)), timeout).items():
+    for blob, ranks in meeting.exchange(msgspec.msgpack.encode(sorted(aliases))).items():
         for name, of in msgspec.msgpack.decode(blob, type=list[tuple[str, str]]):
             other, known = first.setdefault(name, (ranks[0], of))
             if known == of and name not in leaves:
@@ -196,7 +190,7 @@ def check_ties(
             there = "a separate array" if known == of else f"tied to {known}"
             whose = "another rank" if known == of else f"rank {other}"
             raise RanksDisagree(
-                f"{name} is tied to {of} on {ranks_in_words(ranks)}, but on {whose} it is {there}. "
+                f"{name} is tied to {of} on {name_ranks(ranks)}, but on {whose} it is {there}. "
                 "Tie it on all ranks that have it, or on none",
                 leaf=name,
                 ranks=sorted({other, ranks[0]}),
@@ -273,8 +267,8 @@ def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     for finding in findings:
         # What most ranks have is taken for right; among equals, what the lowest rank has.
         reference, *others = sorted(finding.sets, key=lambda ranks: (-len(ranks), ranks[0]))
-        words = " and from ".join([f"that of {ranks_in_words(reference)}", *map(ranks_in_words, others[1:])])
-        lines.append(f"{finding.leaf}: the copy of {ranks_in_words(others[0])} differs from {words}")
+        words = " and from ".join([f"that of {name_ranks(reference)}", *map(name_ranks, others[1:])])
+        lines.append(f"{finding.leaf}: the copy of {name_ranks(others[0])} differs from {words}")
         different += [rank for ranks in others for rank in ranks if rank not in different]
     if len(findings) == _MAX_LEAVES:
         lines.append("... and perhaps others")

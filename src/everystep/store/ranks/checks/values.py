@@ -33,8 +33,7 @@ from everystep.state.node import (
     without_order,
 )
 from everystep.state.unflatten import decode_key
-from everystep.store.ranks.replies import all_heard
-from everystep.store.ranks.transport import Transport
+from everystep.store.ranks.meeting import Meeting
 
 _MAX_PLACES = 64
 _SHOWN = 8
@@ -221,16 +220,14 @@ def _key_text(key: Node) -> str:
     return key if type(key) is str else f"\x1e{_canonical(key).decode()}"
 
 
-def check_structures(transport: Transport, structure: Mapping[str, str], timeout: float, key: str) -> None:
+def check_structures(meeting: Meeting, structure: Mapping[str, str]) -> None:
     """`RanksDisagree`, on all ranks, where states cannot be made one. Who does not speak says nothing."""
 
-    def compare(messages: Sequence[bytes | None]) -> bytes:
-        said = [
-            msgspec.msgpack.decode(data, type=dict[str, str]) for data in all_heard(messages, key, timeout)
-        ]
+    def compare(messages: Sequence[bytes]) -> bytes:
+        said = [msgspec.msgpack.decode(data, type=dict[str, str]) for data in messages]
         return msgspec.msgpack.encode(contradictions(dict(enumerate(said))))
 
-    verdict = transport.agree(key, msgspec.msgpack.encode(structure), compare, timeout)
+    verdict = meeting.agree(msgspec.msgpack.encode(structure), compare)
     found = msgspec.msgpack.decode(verdict, type=list[tuple[str, int, int]])
     if found:
         raise _contradiction(found, "different structures here")

@@ -17,7 +17,7 @@ from everystep.format.geometry import Box
 from everystep.plan.placement import Mesh, MeshPlacement, Split
 from everystep.plan.world import Seen, View
 from everystep.state import Framework
-from everystep.store.ranks.transport import Transport
+from everystep.store.ranks.meeting import Meeting
 
 _Index = tuple[Annotated[int, Meta(ge=0)], ...]
 _Box = tuple[_Index, _Index]
@@ -93,13 +93,11 @@ def decode_view(data: bytes) -> View:
         raise ValueError(f"not a view: {error}") from None
 
 
-def exchange_views(
-    transport: Transport, view: View, timeout: float, key: str = "views"
-) -> dict[View, tuple[int, ...]]:
+def exchange_views(meeting: Meeting, view: View) -> dict[View, tuple[int, ...]]:
     """Every different view and the ranks that have it, as `everystep.plan.world.merge_views` takes them."""
     mine = encode_view(view)
     found: dict[View, tuple[int, ...]] = {}
-    for data, ranks in transport.exchange(key, mine, timeout).items():
+    for data, ranks in meeting.exchange(mine).items():
         try:
             its = view if data == mine else decode_view(data)
         except ValueError as error:
