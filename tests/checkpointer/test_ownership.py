@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import everystep
-from everystep.checkpointer.announced_changes import Hooks
+from everystep.checkpointer.announced_changes import AnnouncedChanges
 from everystep.checkpointer.guard import Guard
 from everystep.checkpointer.ownership import UNCHANGED, UPDATE, Owner, OwnerKind, owners
 from everystep.state import flatten
@@ -46,9 +46,9 @@ def test_parts_of_parameters_and_of_their_state_are_the_optimizers() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         stepped(model, optimizer)
         state = {"model": model, "optimizer": optimizer}
-        hooks = Hooks(Steps().before)
-        hooks.attach([optimizer])
-        found = owners(state, hooks.optimizers, updates=False)
+        changes = AnnouncedChanges(Steps().before)
+        changes.attach([optimizer])
+        found = owners(state, changes.hooked, updates=False)
         assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
             leaf.name: FIRST for leaf in flatten(state).leaves
         }
@@ -62,12 +62,12 @@ def test_an_optimizer_that_divides_its_state_announces_its_steps_and_owns_all_pa
         model = nn.Linear(6, 8)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
         steps = Steps()
-        hooks = Hooks(steps.before)
-        hooks.attach([optimizer])
+        changes = AnnouncedChanges(steps.before)
+        changes.attach([optimizer])
         stepped(model, optimizer)
         assert steps.owners == [FIRST], "announced once, before anything changes"
         state = {"model": model, "optimizer": optimizer}
-        found = owners(state, hooks.optimizers, updates=False)
+        found = owners(state, changes.hooked, updates=False)
         leaves = flatten(state).leaves
         assert {leaf.name for leaf in leaves if leaf.name.endswith("exp_avg")} == {
             "optimizer.weight.exp_avg",
@@ -97,9 +97,9 @@ def test_leaves_that_several_optimizers_change_have_no_owner() -> None:
     for optimizer in (first, second):
         stepped(shared, optimizer) if optimizer is first else stepped(nn.ModuleList([shared, own]), optimizer)
     state = {"shared": shared, "own": own, "first": first, "second": second}
-    hooks = Hooks(Steps().before)
-    hooks.attach([first, second])
-    found = owners(state, hooks.optimizers, updates=False)
+    changes = AnnouncedChanges(Steps().before)
+    changes.attach([first, second])
+    found = owners(state, changes.hooked, updates=False)
     for leaf in flatten(state).leaves:
         top = leaf.name.split(".")[0]
         assert found.of(leaf) == {"shared": None, "own": SECOND, "first": FIRST, "second": SECOND}[top], (
@@ -114,8 +114,8 @@ def test_views_of_one_storage_are_distinguished_by_what_they_cover() -> None:
     )
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (left, middle, right)]
     everystep.stable(storage)
-    hooks = Hooks(Steps().before)
-    hooks.attach(optimizers)
+    changes = AnnouncedChanges(Steps().before)
+    changes.attach(optimizers)
     state = {
         "left": left,
         "middle": middle,
@@ -123,7 +123,7 @@ def test_views_of_one_storage_are_distinguished_by_what_they_cover() -> None:
         "inner": storage[70:80],
         "across": storage[55:65],
     }
-    found = owners(state, hooks.optimizers, updates=True)
+    found = owners(state, changes.hooked, updates=True)
     assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
         "left": None,
         "middle": None,

@@ -24,32 +24,73 @@ if TYPE_CHECKING:
 
 
 class AnnouncedChanges:
-    """Of one training. `before_step(owner)` is called before a hooked optimizer changes what it owns.
+    """What announces changes in one training.
 
-    `optimizers`: those to hook; None: all that are in the state.
+    Args:
+        before_step: It is called with the owner before a hooked optimizer changes anything.
+        optimizers: Those to hook; None: all that are in the state.
     """
 
-    def __init__(self, before_step: Callable[[Owner], None], optimizers: Sequence[Any] | None) -> None:
-        self._hooks = Hooks(before_step)
+    def __init__(self, before_step: Callable[[Owner], None], optimizers: Sequence[Any] | None = None) -> None:
+        # Weak: an optimizer that outlives its Checkpointer must not keep it, and its run's lock.
+        self._before_step = weakref.WeakMethod(before_step)
         self._optimizers = None if optimizers is None else list(optimizers)
+        # Weak, too: one that was replaced goes when the training lets go of it.
+        self._hooked: weakref.WeakValueDictionary[Owner, Any] = weakref.WeakValueDictionary()
+        self._handles: dict[Owner, Any] = {}
+        self._numbers = itertools.count()
         self._has_updates = False
         self._updating = 0
         self._noticed = False
 
     def attach(self, state: object) -> None:
-        """Hooks the optimizers of the state, and lets go of those that are not in it any more."""
-        self._hooks.attach(optimizers_in(state) if self._optimizers is None else self._optimizers)
+        """Hooks the optimizers of the state, and no others: one that has left it owns nothing of it.
+
+        One that cannot be hooked is left out, and its tensors are copied.
+        """
+        self._hook_only(optimizers_in(state) if self._optimizers is None else self._optimizers)
 
     def detach(self) -> None:
-        self._hooks.detach()
+        self._hook_only(())
+
+    @property
+    def hooked(self) -> dict[Owner, Any]:
+        """The optimizers that are hooked, by owner."""
+        return dict(self._hooked)
+
+    def _hook_only(self, optimizers: Iterable[Any]) -> None:
+        wanted = {id(optimizer): optimizer for optimizer in map(_innermost, optimizers)}
+        known = {owner: id(optimizer) for owner, optimizer in self._hooked.items()}
+        for owner in [owner for owner in self._handles if known.get(owner) not in wanted]:
+            self._handles.pop(owner).remove()
+            self._hooked.pop(owner, None)
+        hooked = set(known.values())
+        for identity, optimizer in wanted.items():
+            register = getattr(optimizer, "register_step_pre_hook", None)
+            if identity in hooked or register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                continue
+            owner = Owner(OwnerKind.OPTIMIZER, next(self._numbers))
+            self._handles[owner] = register(self._hook(owner))
+            self._hooked[owner] = optimizer
+
+    def _hook(self, owner: Owner) -> Hook:
+        before_step = self._before_step
+        here = forks()
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            call = before_step()
+            if call is not None and forks() == here:  # a forked child has its own copy of everything
+                call(owner)
+
+        return _hidden_from_compiler(hook)
 
     @property
     def announced(self) -> bool:
         """Whether anything announces its changes, so that leaves may be read in place now.
 
-        Not inside of an `update`: there they change at any moment.
+        Not inside an `update`: there they change at any moment.
         """
-        return not self._updating and (self._has_updates or bool(self._hooks.optimizers))
+        return not self._updating and (self._has_updates or bool(self._hooked))
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -63,7 +104,7 @@ class AnnouncedChanges:
 
     def owner_of(self, state: object) -> OwnerOf:
         """The owner of each leaf that may be read in place now."""
-        return owners(state, self._hooks.optimizers, updates=self._has_updates).of
+        return owners(state, self.hooked, updates=self._has_updates).of
 
     def warn_if_none(self) -> None:
         """Warns, once, that saves cannot overlap with training."""
@@ -77,56 +118,6 @@ class AnnouncedChanges:
             RuntimeWarning,
             stacklevel=stack_level(),
         )
-
-
-class Hooks:
-    """The optimizers that announce their steps. `before_step(owner)` runs before each changes anything."""
-
-    def __init__(self, before_step: Callable[[Owner], None]) -> None:
-        # Weak: an optimizer that outlives its Checkpointer must not keep it, and its run's lock.
-        self._before_step = weakref.WeakMethod(before_step)
-        # Weak, too: one that was replaced goes when the training lets go of it.
-        self._optimizers: weakref.WeakValueDictionary[Owner, Any] = weakref.WeakValueDictionary()
-        self._handles: dict[Owner, Any] = {}
-        self._numbers = itertools.count()
-
-    @property
-    def optimizers(self) -> dict[Owner, Any]:
-        """The optimizers that are hooked, by owner."""
-        return dict(self._optimizers)
-
-    def attach(self, optimizers: Iterable[Any]) -> None:
-        """Hooks these optimizers, and no others: one that is not in the state any more owns nothing of it.
-
-        One that cannot be hooked is left out, and its tensors are copied.
-        """
-        wanted = {id(optimizer): optimizer for optimizer in map(_innermost, optimizers)}
-        known = {owner: id(optimizer) for owner, optimizer in self.optimizers.items()}
-        for owner in [owner for owner in self._handles if known.get(owner) not in wanted]:
-            self._handles.pop(owner).remove()
-            self._optimizers.pop(owner, None)
-        hooked = set(known.values())
-        for identity, optimizer in wanted.items():
-            register = getattr(optimizer, "register_step_pre_hook", None)
-            if identity in hooked or register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                continue
-            owner = Owner(OwnerKind.OPTIMIZER, next(self._numbers))
-            self._handles[owner] = register(self._hook(owner))
-            self._optimizers[owner] = optimizer
-
-    def _hook(self, owner: Owner) -> Hook:
-        before_step = self._before_step
-        here = forks()
-
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-            call = before_step()
-            if call is not None and forks() == here:  # a forked child has its own copy of everything
-                call(owner)
-
-        return _hidden_from_compiler(hook)
-
-    def detach(self) -> None:
-        self.attach(())
 
 
 Hook = Callable[[Any, Any, Any], None]
@@ -152,10 +143,6 @@ def _innermost(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
-
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 class LateStep:
