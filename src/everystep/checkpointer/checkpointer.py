@@ -247,10 +247,10 @@ class Checkpointer:
         except BaseException as error:
             self._group.failed(save_round, error)
             raise
-        task = SaveTask(self._context, step, self._mode, save_round)
+        task = SaveTask(self._context, step, self._mode, save_round, bound=passed is None)
         try:
             state = self.state if passed is None else passed
-            task.prepare(state, metrics, bound=passed is None)
+            task.prepare(state, metrics)
             task.stage(state)
         except BaseException as error:
             task.failed(error)

@@ -42,6 +42,7 @@ from everystep.store.commit.volumes import Ledger
 from everystep.store.locks import path_to_read
 from everystep.store.ranks.group import ProcessGroup
 
+Mode = Literal["overlap", "snapshot", "sync"]
 OnError = Literal["raise", "warn"]
 
 
@@ -74,6 +75,26 @@ class Arguments:
 
     def schedule(self) -> Schedule:
         return make_schedule(self.every, budget=self.budget, mtbf=self.mtbf)
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Lives as long as its Checkpointer."""
+
+    group: RankGroup
+    run: WritableRun | FollowedRun
+    ledger: Ledger | None
+    """Of a run whose shards go to volumes, on the coordinator."""
+    retention: Retention
+    free_space: FreeSpace | None
+    """None: the coordinator looks after it, or the shards go to volumes."""
+    staging: Staging
+    announced: AnnouncedChanges
+    observed: ObservedChanges
+    schedule: Schedule
+    observers: RunObservers
+    events: EventLog
+    """One of the observers."""
 
 
 def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -> RunContext:
@@ -132,29 +153,6 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
         observers=observers,
         events=events,
     )
-
-
-Mode = Literal["overlap", "snapshot", "sync"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """Lives as long as its Checkpointer."""
-
-    group: RankGroup
-    run: WritableRun | FollowedRun
-    ledger: Ledger | None
-    """Of a run whose shards go to volumes, on the coordinator."""
-    retention: Retention
-    free_space: FreeSpace | None
-    """None: the coordinator looks after it, or the shards go to volumes."""
-    staging: Staging
-    announced: AnnouncedChanges
-    observed: ObservedChanges
-    schedule: Schedule
-    observers: RunObservers
-    events: EventLog
-    """One of the observers."""
 
 
 _open: weakref.WeakKeyDictionary[object, tuple[WritableRun, int]] = weakref.WeakKeyDictionary()

@@ -58,11 +58,23 @@ _RUNS = "runs"
 
 
 class SaveTask(SaveObserver):
-    """One save. `mode` is the Checkpointer's, and from `prepare` on the one at work."""
+    """One save.
 
-    def __init__(self, context: RunContext, step: int, mode: Mode, save_round: SaveRound | None) -> None:
+    Args:
+        context: The Checkpointer's.
+        step: The number of completed steps.
+        mode: The Checkpointer's. From `prepare` on, the attribute is the mode at work.
+        save_round: The messages between ranks about this save.
+        bound: Whether every save has this state. Otherwise it was passed to this save, and its arrays change
+            afterwards only if they can.
+    """
+
+    def __init__(
+        self, context: RunContext, step: int, mode: Mode, save_round: SaveRound | None, *, bound: bool
+    ) -> None:
         self.step = step
         self.mode = mode
+        self._bound = bound
         self._context = context
         self._save_round = save_round
         self._stall = Stall()
@@ -82,17 +94,12 @@ class SaveTask(SaveObserver):
 
     # --- on the training's thread
 
-    def prepare(self, state: object, metrics: Mapping[str, float] | None, *, bound: bool) -> None:
-        """Takes the state apart, and plans what this rank writes where that has changed.
-
-        `bound`: it is the state of every save. Another is this save's alone, and not changed afterwards
-        unless its arrays can be.
-        """
+    def prepare(self, state: object, metrics: Mapping[str, float] | None) -> None:
+        """Takes the state apart, and plans what this rank writes where that has changed."""
         context, group = self._context, self._context.group
-        self._bound = bound
         if self.mode == "overlap":
             context.announced.attach(state)
-            if bound and not context.announced.announced:
+            if self._bound and not context.announced.announced:
                 self.mode = "snapshot"
                 context.announced.warn_if_none()
         context.observers.tell(Saving(self.step, self.mode))
