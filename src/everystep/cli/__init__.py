@@ -1,11 +1,19 @@
 """cli: the command ``everystep``. It parses options and prints; `everystep.inspect` and others do the work.
 
-A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `spec`, `drill`,
-`doctor`) holds its options and prints its result. They share `session` (consoles, ``--json``, progress),
-`errors` (how an error becomes a message and an exit code), `words` (numbers as people read them) and
-`streams` (encodings that lack a character).
-`stats_plot` draws what `stats` prints, with `picture`; `examples` is what ``--help`` ends with; `completion`
-is for shells; `plugins` finds the commands of other distributions.
+| module | what it owns |
+|---|---|
+| `ls`, `show`, `stats`, `view`, `verify`, `diff` | commands that look: their options, and what they print |
+| `export`, `convert`, `prune`, `shelf`, `spec`, `drill`, `doctor` | the other commands |
+| `app` | which commands there are, and the options of ``everystep`` itself |
+| `session` | what commands share: consoles, ``--json``, progress, tables |
+| `errors` | how an error becomes a message and an exit code |
+| `words` | numbers, times and names as people read them |
+| `streams` | output in encodings that lack a character |
+| `stats_plot`, `picture` | the picture of ``stats --plot``; what all pictures share |
+| `examples` | the examples at the end of ``--help`` |
+| `completion` | the scripts by which shells complete a command line |
+| `plugins` | the commands of other distributions |
+| `__main__` | ``python -m everystep.cli`` |
 
 Modules of commands import what they need when they are called, so that ``everystep --help`` answers at once.
 """
@@ -20,5 +28,5 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        # While modules were loading, or output was being flushed; a command at work handles it itself.
+        # While modules are loading, or output is being flushed. A running command handles it itself.
         raise SystemExit(130) from None

@@ -56,7 +56,7 @@ for _name, _group, _panel in (("spec", spec, _LOOK), ("shelf", shelf, _LOOK)):
         _below.cls = ExampleCommand
     app.add_typer(_group, name=_name, rich_help_panel=_panel, cls=ExampleGroup)
 
-# What follows the first word of the drilled command is that command's, also where it looks like an option.
+# Everything after the first word of the drilled command belongs to it, even if it looks like an option.
 app.command(
     rich_help_panel=_TRAINING, cls=ExampleCommand, context_settings={"allow_interspersed_args": False}
 )(drill)
@@ -77,8 +77,8 @@ def everystep(
 ) -> None:
     """Training state: durable after every step, at the speed of the disk.
 
-    A PATH is a checkpoint, or a run, which stands for its newest checkpoint. RUN@30 is that of step 30,
-    RUN@latest the newest, RUN@-2 the one before it; inside of a run, @30 will do.
+    A PATH is a checkpoint, or a run, which stands for its newest checkpoint. RUN@30 is the one of step 30,
+    RUN@latest the newest, RUN@-2 the one before it. Inside a run, @30 is enough.
 
     Commands that report something take --json. Exit code 0: fine; 1: a problem was found, or two checkpoints
     differ; 2: wrong usage.
@@ -94,13 +94,13 @@ def show_help(
 
 
 def run() -> None:
-    """Runs a command. If its output cannot be written, that is one line and an exit code."""
+    """Runs a command. If its output cannot be written, it prints one line and exits with a code."""
     _require_streams()
     try:
         try:
             app(prog_name="everystep")
         finally:
-            sys.stdout.flush()  # now: what fails when the interpreter ends shows a traceback
+            sys.stdout.flush()  # now: a failure when the interpreter ends would show a traceback
     except BrokenPipeError:
         close_output()
         raise SystemExit(BROKEN_PIPE) from None

@@ -1,7 +1,7 @@
 """``everystep completion SHELL``: the script by which a shell completes commands, options and ``RUN@STEP``.
 
 The scripts call ``everystep completion --words LINE``, which prints one proposal per line. For paths it
-proposes nothing, so that the shell completes files as usual, except behind an @: there it lists the steps.
+proposes nothing, so that the shell completes files as usual. After an @ it lists the steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ complete --command everystep --keep-order --arguments '(__everystep_complete)'
 
 
 class Shell(str, Enum):
-    """The shells that there is a script for."""
+    """The shells that have a script."""
 
     bash = "bash"
     zsh = "zsh"
@@ -76,7 +76,7 @@ def completion(
 
 
 def proposals(root: Any, line: str) -> list[str]:
-    """What may stand at the end of a command line, instead of its last word."""
+    """Proposals for the last word of a command line."""
     *before, last = [*line.split(), ""] if line[-1:].isspace() or not line else line.split()
     if before[1:2] == ["help"]:
         del before[1]
@@ -108,7 +108,7 @@ def _option(command: Any, name: str) -> Any:
 
 
 def _choices(command: Any, parameter: Any) -> list[str]:
-    """The values that a parameter may have; nothing where it may be anything."""
+    """The values that a parameter may have; none if it may be anything."""
     if parameter.opts[0] in _KINDS and command.name == "convert":
         return _KINDS[parameter.opts[0]]()
     hint = typing.get_type_hints(command.callback).get(parameter.name)

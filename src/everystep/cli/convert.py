@@ -175,7 +175,7 @@ def _print(out: Session, done: Converted, seconds: float) -> None:
     out.say(f"{words.plain(done.path)}: {would}{done.to}, {amount} from {done.kind}{speed}{verified}")
     if done.dry_run:
         for file in done.files:
-            if file.name:  # otherwise it is DST itself, of which the line above tells all
+            if file.name:  # otherwise it is DST itself, and the line above is enough
                 out.say(f"  {words.plain(file.name)}: {words.size(file.nbytes)}")
     for count, what in (
         (done.casts, "cast to another type"),

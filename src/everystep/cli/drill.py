@@ -77,7 +77,7 @@ def drill(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A scheduler's SIGTERM, or a closed terminal, ends the drill and all it started, as Ctrl-C does.
+    """A SIGTERM or a closed terminal ends the drill and everything it started, as Ctrl-C does.
 
     The training is in a session of its own: it would not receive these signals, and would go on.
     """
@@ -89,7 +89,7 @@ def _ended_by_signals() -> Iterator[None]:
 
     def end(number: int, frame: object) -> NoReturn:
         for other in ours:
-            signal.signal(other, signal.SIG_IGN)  # clearing up is not to be interrupted
+            signal.signal(other, signal.SIG_IGN)  # cleaning up must not be interrupted
         raise SystemExit(128 + number)
 
     for number in ours:
@@ -103,7 +103,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _progress(out: Session) -> Iterator[Callable[[DrillProgress], None]]:
-    """On a terminal, one line that says which kill is next and how far training has come."""
+    """On a terminal, one line that shows which kill is next and how far training is."""
     if not sys.stderr.isatty():
         yield lambda progress: None
         return

@@ -1,4 +1,4 @@
-"""How an error becomes what the command reports: its type, one clear message, and an exit code."""
+"""How an error becomes a report: its type, one clear message, and an exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """`details` names the file (``path``) and the leaf that an error is about, as far as it says."""
+    """`details`: the file (``path``) and the leaf that the error names."""
 
     type: str
     message: str

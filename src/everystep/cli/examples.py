@@ -112,7 +112,7 @@ class ExampleCommand(TyperCommand):
 
 
 class ExampleGroup(TyperGroup):
-    """A command with commands below it, such as ``everystep`` itself; its help ends with examples, too."""
+    """A group of commands, such as ``everystep`` itself. Its help ends with examples, too."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return _without_braces(super().collect_usage_pieces(ctx))
@@ -123,7 +123,7 @@ class ExampleGroup(TyperGroup):
 
 
 def _refuse_url(path: Path, given: list[str]) -> None:
-    """Wrong usage if `path` is a URL. `given` has what a `Path` lost: one of two slashes."""
+    """Reports wrong usage if `path` is a URL. `given` still has both slashes; a `Path` loses one."""
     try:
         local_path(next((word for word in given if "://" in word and Path(word) == path), path))
     except UnsupportedURL as error:
@@ -137,7 +137,7 @@ def _without_braces(pieces: list[str]) -> list[str]:
 
 @contextmanager
 def _plain_help(command: TyperCommand | TyperGroup, ctx: Any) -> Iterator[None]:
-    """What typer prints inside of this, and then the examples.
+    """Prints what typer prints inside this context, and then the examples.
 
     A flag is shown without ``<bool>``, as it takes no value. Piped help has no spaces at the ends of lines.
     """
@@ -158,7 +158,7 @@ def _plain_help(command: TyperCommand | TyperGroup, ctx: Any) -> Iterator[None]:
 
 
 def _print(name: str) -> None:
-    """Each example with what it does: behind it, or if that is too far to the right, above it."""
+    """Each example with what it does: after it or, if that is too far to the right, above it."""
     import shutil
 
     examples = EXAMPLES.get(name, ())

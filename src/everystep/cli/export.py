@@ -73,7 +73,7 @@ def _print(out: Session, done: Exported, seconds: float) -> None:
     from everystep.cli import words
 
     amount = f"{words.count(done.leaves, 'leaf', 'leaves')}, {words.size(done.nbytes)}"
-    # The speed of what takes no time says nothing.
+    # The speed of a very short export means nothing.
     speed = f", {words.speed(done.nbytes, seconds)}" if done.nbytes > 100_000_000 else ""
     step = "" if done.step is None else f" of {words.step(done.step)}"
     out.say(f"{words.plain(done.path)}: {amount}{step}{speed}")

@@ -27,7 +27,7 @@ def ls(
     ] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, time, size, metrics. Of a directory above runs, list the runs.
+    """List the checkpoints of a run: step, time, size, metrics. For a parent directory, list the runs in it.
 
     Reads manifests and sizes only; `everystep verify` reads everything.
     """
@@ -110,14 +110,14 @@ def _print_checkpoints(out: Session, found: Listing) -> None:
     from everystep.cli.session import table
 
     now = time.time()
-    # Those of a run have the step for a name. Others have names of their own.
+    # Checkpoints of a run are named by their step, others by users.
     named = not all(entry.named_by_step for entry in found.checkpoints)
     columns = (*(["name"] if named else []), "step", "saved", "age", "leaves", "size", "metrics")
     rows = table(*columns, right=("step", "age", "leaves", "size"), fold=("name", "metrics"))
     for entry in found.checkpoints:
         cells = (*([words.plain(entry.name)] if named else []), *_cells(entry, now))
         rows.add_row(*cells, style=None if entry.damage is None else "red")
-    out.tabulate(rows, spare="saved")  # the age says it, too
+    out.tabulate(rows, spare="saved")  # the age shows it, too
     out.console.print()
     nbytes = sum(entry.nbytes for entry in found.checkpoints)
     out.say(f"{words.count(len(found.checkpoints), 'checkpoint')}, {words.size(nbytes)}")

@@ -1,6 +1,6 @@
-"""What all pictures share: their file forms, their ink, and a figure that touches nobody's settings.
+"""What all pictures share: file formats, colours, and a figure that changes no global settings.
 
-matplotlib is imported when a picture is asked for.
+It imports matplotlib when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OURS_LIGHT = "#66b2c0"
 PEER = "#b8c2cc"
 ALERT = "#d9480f"
 BEHIND_WORDS = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-"""Words may stand across lines."""
+"""Text may cross lines."""
 
 
 def check_suffix(path: Path) -> str:
-    """The form that the name of a picture asks for; `ValueError` for none that there is."""
+    """The file format, by the suffix of a picture's name. Raises `ValueError` for others."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, not as {path.name!r}")
@@ -35,7 +35,7 @@ def check_suffix(path: Path) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raises RuntimeError that says what to install."""
+    """Raises a RuntimeError that says what to install."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -53,7 +53,7 @@ class CommandGroup(ExampleGroup):
 
 @functools.cache
 def installed() -> typer.Typer:
-    """The commands of other distributions. One that is missing says what to install."""
+    """The commands of other distributions. If one is missing, its command says what to install."""
     from importlib.metadata import entry_points
 
     app = typer.Typer()
@@ -64,7 +64,7 @@ def installed() -> typer.Typer:
             continue
         try:
             plugin = found[name].load()
-        except Exception as error:  # one broken distribution must not take the other commands along
+        except Exception as error:  # one broken distribution must not break the other commands
             _add_refusal(app, name, f"{name} cannot be loaded: {type(error).__name__}: {error}")
         else:
             _add(app, name, plugin)

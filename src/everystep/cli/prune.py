@@ -37,7 +37,7 @@ def prune(
 ) -> None:
     """Remove the checkpoints that no rule keeps, and the leftovers of unfinished saves.
 
-    Without a rule, those of the run's own training hold (Keep). If rules are given here, only these hold; the
+    Without a rule, the rules of the run's last training apply (Keep). Rules given here replace them; the
     newest 3 stay unless --last says otherwise. A checkpoint stays if any rule keeps it. Damaged ones stay
     too, to be looked at. Fails if a training is writing to the run: its Checkpointer prunes by itself.
     """

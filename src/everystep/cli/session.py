@@ -1,7 +1,7 @@
 """What all commands share: two consoles, ``--json``, progress bars, and the end of a command.
 
 Results go to standard output, everything else to standard error. With ``--json`` standard output holds one
-JSON document and nothing else, also when something fails. A command runs inside `session` and ends with
+JSON document and nothing else, even if something fails. A command runs inside `session` and ends with
 `Session.finish`. An error that a user can cause is printed as its `ErrorReport`, never as a traceback.
 """
 
@@ -86,8 +86,8 @@ class Session:
     def tabulate(self, rows: Table, *, spare: str | None = None) -> None:
         """Prints a table. Where the terminal is narrow, without the `spare` column, then in several tables.
 
-        Each of these has the first column. Names and texts are folded. Numbers never are: one that is cut is
-        another number.
+        Each of these has the first column. Names and texts are folded. Numbers are not: a number that is
+        cut is another number.
         """
         least = [_least_width(column) for column in rows.columns]
         shown = list(range(len(least)))
@@ -106,7 +106,7 @@ class Session:
         least = fixed + sum(min(width, smallest[at]) for width, at in folding)
         console = self.console if self.console.width >= least else _console(stderr=False, width=least)
         left = console.width - fixed
-        # The narrow ones first: what they leave is for the others.
+        # The narrow ones first: the others share the rest.
         for place, (width, at) in enumerate(folding):
             share = max(left // (len(folding) - place), smallest[at])
             if width > share:
@@ -116,7 +116,7 @@ class Session:
         self.show(rows, console)
 
     def show(self, content: RenderableType, console: Console | None = None) -> None:
-        """Prints a table or the like; for other programs, without the spaces that fill its lines."""
+        """Prints a table; for other programs, without the spaces that fill its lines."""
         console = console or self.console
         if console.is_terminal:
             console.print(content)
@@ -126,7 +126,7 @@ class Session:
         print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=console.file)
 
     def fail(self, kind: str, message: str) -> NoReturn:
-        """Ends the command with an error that is no `EverystepError`."""
+        """Ends the command with an error other than an `EverystepError`."""
         self.end(ErrorReport(kind, message))
 
     def end(self, report: ErrorReport) -> NoReturn:
@@ -310,7 +310,7 @@ def _console(*, stderr: bool, width: int | None = None) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = _UNBOUNDED_COLUMNS
-    # Names from files are text, never markup.
+    # Names from files are text, not markup.
     made = Quiet(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
     if made.width < _MIN_COLUMNS:
         made.width = _MIN_COLUMNS if made.width else _USUAL_COLUMNS
@@ -329,5 +329,5 @@ def _finite(value: Any) -> Any:
 
 
 def close_output() -> None:
-    # The reader is gone; what is still buffered must not fail a second time when the interpreter ends.
+    # The reader is gone. Buffered output must not fail again when the interpreter ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

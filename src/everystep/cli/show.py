@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from everystep.inspect import Description
 
 _MANY = 100
-"""Rows beyond this are shown when asked for: a large model has thousands."""
+"""Further rows are shown on request: a large model has thousands."""
 _MANY_SUBTREES = 40
 _VALUE_WIDTH = 160
 
@@ -148,7 +148,7 @@ def _print_subtotals(out: Session, found: Description, depth: int | None = None)
 
 
 def _ranks(found: Description) -> list[tuple[str, str]]:
-    """Who wrote it and where, unless it was one process to one place."""
+    """Which ranks wrote it and where, unless one process wrote it to one place."""
     from everystep.cli import words
 
     files = found.files

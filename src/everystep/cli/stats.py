@@ -204,7 +204,7 @@ def _measurements(found: EventSummary) -> Table:
 
 
 def _line(event: Event) -> tuple[str, str]:
-    """What happened, in a line, and its style."""
+    """One line about an event, and its style."""
     from everystep.checkpointer.events import (
         Failed,
         Opened,

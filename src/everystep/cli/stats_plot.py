@@ -1,6 +1,6 @@
 """The picture of ``everystep stats --plot``: metrics, time until durable, stall and speed over the steps.
 
-Draws the events that it is given. matplotlib is imported when a picture is asked for.
+It imports matplotlib when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STALL = "#b08900"
 _PHASES = (("stage", "#d8a657"), ("write", OURS), ("sync", OURS_LIGHT), ("commit", PEER))
 _PHASE_NAMES = [name for name, _ in _PHASES]
 _MOST_COLUMNS = 240
-"""More saves than a reader can tell apart are drawn in groups of neighbours."""
+"""If there are more saves than this, neighbours are drawn together."""
 _TICK_CHARACTERS = 100
 _MOST_METRICS = 6
 
@@ -83,7 +83,7 @@ def _metric(axis: Axes, name: str, points: Sequence[MetricPoint], low: float, hi
         groups.setdefault(at, []).append(value)
     if groups:
         _line(axis, sorted(groups.items()), INK)
-    # matplotlib would take what is between two dollars for a formula.
+    # matplotlib would take text between two dollars for a formula.
     _title(axis, shortened(plain(name), 60).replace("$", r"\$"))
 
 
@@ -145,7 +145,7 @@ def _line(axis: Axes, columns: Sequence[tuple[float, list[float]]], colour: str)
 
 
 def _ceiling(axis: Axes, steps: Sequence[float], seconds: Sequence[float], scale: float) -> None:
-    """One slow save must not flatten all others: a save far above them is named instead of drawn to scale."""
+    """One slow save must not flatten all others: it is labelled, not drawn to scale."""
     usual, highest = _usual(seconds), max(seconds)
     if highest <= 4 * usual or usual <= 0:
         axis.set_ylim(0, 1.15 * highest * scale if highest > 0 else 1.0)
@@ -217,7 +217,7 @@ def _words(
 ) -> None:
     inches = figure.get_figheight()
     title, under, bottom = 1 - 0.38 / inches, 1 - 0.64 / inches, 0.14 / inches
-    # matplotlib would take what is between two dollars for a formula.
+    # matplotlib would take text between two dollars for a formula.
     shown = (name if len(name) <= 60 else name[:59] + "\N{HORIZONTAL ELLIPSIS}").replace("$", r"\$")
     figure.text(0.018, title, f"Saves of {shown}", fontsize=16, fontweight="bold")
     facts = (

@@ -1,4 +1,4 @@
-"""What the output's encoding lacks: our own signs in ASCII (``us`` for microseconds), others escaped."""
+"""Characters that the output's encoding lacks: our own in ASCII (``us`` for microseconds), others escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASCII = {
 
 
 def prepare_streams() -> None:
-    """A character that the output's encoding lacks is no error."""
+    """Makes the output replace characters that its encoding lacks."""
     codecs.register_error(_HANDLER, _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)

@@ -65,7 +65,7 @@ def _document(report: VerifyReport) -> dict[str, object]:
 
 
 def _name(report: VerifyReport, reports: tuple[VerifyReport, ...], path: Path) -> str:
-    """Of its directory; with its run where there are several."""
+    """The name of its directory; with its run if there are several."""
     import os
 
     from everystep.cli import words

@@ -79,7 +79,7 @@ def _serve(out: Session, runs: list[Path], port: int, verify: bool) -> None:
         with _progress(out, verify) as progress:
             server = serve_page(runs, port=port, verify=verify, progress=progress)
     except OSError as error:
-        # Errors of files name their file; that of a port names nothing.
+        # Errors of files name their file. The error of a port names nothing.
         if error.filename is not None or error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         why = "is in use" if error.errno == errno.EADDRINUSE else "is not allowed to this user"
@@ -95,5 +95,5 @@ def _serve(out: Session, runs: list[Path], port: int, verify: bool) -> None:
 
 
 def _progress(out: Session, verify: bool) -> AbstractContextManager[Progress]:
-    """A bar for bytes that are verified; what else is read takes no time worth one."""
+    """A bar for bytes that are verified. Everything else is quick."""
     return out.progress("verifying") if verify else nullcontext(lambda done, total: None)

@@ -30,7 +30,7 @@ def speed(nbytes: float, seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago, in its largest unit; a clock that went back is no age at all."""
+    """How long ago, in its largest unit; nothing if the clock went back."""
     if seconds < 0:
         return "in the future"
     _, divisor, unit = next(row for row in _AGES if seconds < row[0])
@@ -38,7 +38,7 @@ def age(seconds: float) -> str:
 
 
 def step(number: int | None) -> str:
-    """A checkpoint of another system may state none."""
+    """A checkpoint of another system may not state one."""
     return "no step stated" if number is None else f"step {number:,}"
 
 
@@ -84,7 +84,7 @@ def number(value: float | None) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` without anything that could act on a terminal: names come from files, files from anywhere."""
+    """`text` without control characters for a terminal: names come from files, and files from anywhere."""
     if text.isprintable():
         return text
     return "".join(

@@ -40,9 +40,9 @@ class SeenCheckpoint:
 
 @dataclass(slots=True)
 class RunActivity:
-    """One run in one start of the script, as far as the log goes.
+    """One run in one start of the script.
 
-    `restored` is where the start went on; should it restore again later, `gone_back` is the last of those.
+    `restored` is where the start went on. If it restores again later, `gone_back` is the last of those.
     """
 
     run: str
@@ -69,7 +69,7 @@ class RunActivity:
                 self.restoring_at = mark.at
             case "restored" if self.restored is None:
                 self.restored_at, self.restored, self.restore_calls = mark.at, mark.step, mark.calls
-            case "restored" if mark.step is not None:  # training goes back: later saves are given up with it
+            case "restored" if mark.step is not None:  # training goes back and gives up later saves
                 self.gone_back = self.durable = mark.step
                 self.begun = [step for step in self.begun if step <= mark.step]
             case "completed":
@@ -97,16 +97,16 @@ class RunActivity:
 
     @property
     def position(self) -> int | None:
-        """Steps completed, as far as the script has come; None while it has not got its state back."""
+        """Steps that the script has completed; None before its state is restored."""
         return self.completed if self.completed is not None else self.restored
 
     @property
     def due(self) -> int:
         """The step that must survive a kill now.
 
-        That is what was reported durable; and since only one save is ever under way, whatever had been begun
-        before the last one. With "overlap" (and "sync") a step does not end before the save of the one before
-        it is durable, so that a checkpoint per step loses at most one.
+        It is the newest that was reported durable, or that was begun before the last one: only one save is
+        ever under way. With "overlap" and "sync", a step ends only when the save of the step before is
+        durable, so with a checkpoint per step, at most one step is lost.
         """
         begun = self.begun
         if begun and self.mode in _PROMPT and self.completed is not None and self.completed > begun[-1]:
@@ -118,7 +118,7 @@ class RunActivity:
 
 
 class ActivityLog:
-    """The part of a log that one start of the script writes: from its present end on.
+    """The part of a log that one start of the script writes: everything after its present end.
 
     `follow` reads what has been added since the last time.
     """
@@ -147,7 +147,7 @@ class ActivityLog:
             self._rest = b""
 
     def _take(self, new: bytes) -> None:
-        # The last line may be unfinished: still being written, or never to be, since its writer was killed.
+        # The last line may be unfinished: it is still being written, or its writer was killed.
         *lines, rest = (self._rest + new).split(b"\n")
         for line in lines:
             self._note(msgspec.json.decode(line, type=Mark), len(line))
@@ -166,6 +166,6 @@ class ActivityLog:
 
     @property
     def phase(self) -> Phase:
-        """Where in its life the script is: in a save if any of its runs is."""
+        """What the script is doing: saving, if any of its runs is."""
         phases = {activity.phase for activity in self.runs.values()}
         return next((phase for phase in reversed(PHASES) if phase in phases), "starting")

@@ -26,7 +26,7 @@ Reference = Mapping[tuple[str, int], SeenCheckpoint]
 class Difference:
     """The first step whose checkpoint differs, and its differing names in the order of the manifest.
 
-    `after_kill`: the kill behind which it was seen, 0 when none had happened yet.
+    `after_kill`: the number of the kill before it; 0 if there was none.
     """
 
     run: str
@@ -66,7 +66,7 @@ class Final:
 
 
 def index(checkpoints: Iterable[SeenCheckpoint]) -> dict[tuple[str, int], SeenCheckpoint]:
-    """By run and step; where a step was done again, the last time counts."""
+    """By run and step. If a step was repeated, the last one counts."""
     return {(checkpoint.run, checkpoint.step): checkpoint for checkpoint in checkpoints}
 
 

@@ -1,7 +1,7 @@
 """When to kill: moments drawn at random over the whole training, some of them inside a save or a restore.
 
-A moment is a place in the training (steps, and a share of the next one), not a time of day, so that kills
-spread over the run however slow its starts are, and training always gets on between them. A save or restore
+A moment is a place in the training (steps, and a share of the next one), not a time of day, so kills
+spread over the run even if its starts are slow, and training always advances between them. A save or restore
 of a small state ends before another process could notice it; there the script's process kills itself at the
 nth call of the engine (`Kill`). Long saves and restores are also killed by the clock.
 """
@@ -62,12 +62,12 @@ def count_save_calls(stored_nbytes: int, backend: Backend) -> int:
 
 
 def count_restore_calls(stored_nbytes: int) -> int:
-    """A first guess: a restore that was to be killed and ended before tells the right number."""
+    """A first guess. A restore that ends before it is killed gives the right number."""
     return _RESTORE_CALLS + math.ceil(stored_nbytes / READING.window_nbytes)
 
 
 def draw_aims(times: int, profile: TrainingProfile, seed: int) -> list[Aim]:
-    """So many moments, in the order in which training comes past them."""
+    """So many moments, in the order in which training reaches them."""
     rng = random.Random(seed)
     kinds = [_ROTATION[number % len(_ROTATION)] for number in range(times)]
     rng.shuffle(kinds)
@@ -93,7 +93,7 @@ def how_to_kill(aim: Aim, profile: TrainingProfile) -> tuple[Trigger | None, Kil
             return _Moment(lambda log: _saves(log, step), aim.share * profile.save_seconds), None
         case "restoring":
             if _by_call(aim, profile, profile.restore_seconds):
-                # Should it have fewer calls than thought, it dies right behind it.
+                # If it makes fewer calls, it dies right after it.
                 return _Moment(lambda log: _at(log) >= 0, 0.0), Kill(
                     "restoring", 1 + int(aim.share * profile.restore_calls)
                 )
@@ -101,7 +101,7 @@ def how_to_kill(aim: Aim, profile: TrainingProfile) -> tuple[Trigger | None, Kil
 
 
 class _Moment:
-    """So long after something has been seen."""
+    """A fixed time after something was seen."""
 
     def __init__(self, seen: Callable[[ActivityLog], bool], delay: float) -> None:
         self._seen = seen
@@ -115,7 +115,7 @@ class _Moment:
 
 
 def _by_call(aim: Aim, profile: TrainingProfile, seconds: float) -> bool:
-    # Behind a launcher the script is not ours alone: its own death would be the launcher's to handle.
+    # Under a launcher, the launcher would handle the death of the script.
     return profile.own_process and (seconds < _SHORT_SECONDS or aim.coin)
 
 

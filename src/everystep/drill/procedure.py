@@ -2,9 +2,9 @@
 
 1. The command runs once undisturbed. Its checkpoints are the reference.
 2. It runs again in a fresh directory, is killed with SIGKILL at drawn moments (`kill_times`) and started
-   again, until it ends by itself. If it ends before enough kills were made, it starts over from nothing.
+   again, until it ends by itself. If it ends before there were enough kills, it starts over.
 3. Every checkpoint that both made is compared, the last one byte by byte (`comparison`).
-4. If they differ, the command runs undisturbed a second time: perhaps it is not deterministic at all.
+4. If they differ, the command runs undisturbed a second time: it may not be deterministic.
 
 Owns the order of events and what counts as a problem.
 """
@@ -40,7 +40,7 @@ from everystep.store import list_steps, step_name
 from everystep.store.read.checkpoint import open_checkpoint
 
 _FRUITLESS_ROUNDS = 5
-"""Trainings in a row that end before a kill could reach them. A busy machine may look away for a while."""
+"""How many trainings in a row may end before they are killed. A busy machine may react late."""
 _ONCE = ("restore", "path")
 
 
@@ -57,7 +57,7 @@ class DrillOptions:
 
 @dataclass(frozen=True, slots=True)
 class DrillProgress:
-    """How far the drill is."""
+    """The progress of a drill."""
 
     doing: str
     kills: int
@@ -69,7 +69,7 @@ OnProgress = Callable[[DrillProgress], None]
 
 
 def run_drill(options: DrillOptions, on_progress: OnProgress = lambda progress: None) -> DrillReport:
-    """The whole drill. `DrillFailed` when there is nothing to judge: the script fails, or saves nothing."""
+    """The whole drill. Raises `DrillFailed` if the script fails by itself, or saves nothing."""
     began = time.monotonic()
     with ExitStack() as stack:
         directory = options.directory
@@ -85,7 +85,7 @@ def run_drill(options: DrillOptions, on_progress: OnProgress = lambda progress: 
 
 @dataclass(slots=True)
 class _Pending:
-    """A kill, and those runs of the killed start that no later start has come to yet, as they were."""
+    """A kill, and the runs of the killed start that no later start has opened yet."""
 
     killed: Killed
     runs: dict[str, RunActivity]
@@ -199,7 +199,7 @@ class _Procedure:
     # --- the killed one -----------------------------------------------------------------------------
 
     def _round(self, number: int, reference: Start, profile: TrainingProfile) -> bool:
-        """One training from nothing to its end, with kills. Whether it came to its end."""
+        """One training from the beginning to its end, with kills. Returns whether it reached its end."""
         stage = self._stage(f"killed-{number}")
         left = self.options.times - len(self.kills)
         aims: list[Aim | None] = [*draw_aims(left, profile, self.options.seed + number - 1), None]
@@ -227,7 +227,7 @@ class _Procedure:
         raise AssertionError("the last start of a round is not killed")
 
     def _resume(self, start: Start) -> None:
-        """What this start shows about the kills before it, if it came far enough."""
+        """Judges the kills before this start, if the start came far enough."""
         ready = {run: activity for run, activity in start.log.runs.items() if activity.position is not None}
         if not ready or not self.pending:
             return
@@ -250,7 +250,7 @@ class _Procedure:
         self.pending = [pending for pending in self.pending if pending.runs]
 
     def _check_use(self, activity: RunActivity) -> None:
-        """Whether the script does with its Checkpointer what makes it resume."""
+        """Whether the script uses its Checkpointer in a way that makes it resume."""
         due = max((p.runs[activity.run].due for p in self.pending if activity.run in p.runs), default=0)
         if activity.first is None or not due:
             return
@@ -273,7 +273,8 @@ class _Procedure:
     def _settle(self, pending: _Pending, ready: dict[str, RunActivity]) -> None:
         """Counts what one kill has cost, in the run that it has cost most.
 
-        A script may have several runs, one after the other: those that this start has not come to can wait.
+        A script may have several runs, one after the other. Those that this start has not opened yet are
+        judged later.
         """
         place = pending.killed.number - 1
         strangers = [run for run in ready if run not in self.runs]
@@ -385,7 +386,7 @@ class _Procedure:
         expected = index(reference.log.checkpoints)
         try:
             again = self._reference("reference-2", "undisturbed again")
-        except DrillFailed as error:  # what the kills have shown is worth telling nevertheless
+        except DrillFailed as error:  # report what the kills have shown
             self._problem("undisturbed", f"run undisturbed once more, it did not end as before: {error}")
             return None, UNDISTURBED
         undisturbed = agree(expected, [(0, checkpoint) for checkpoint in again.log.checkpoints])
@@ -404,7 +405,7 @@ class _Procedure:
         )
 
     def _problem(self, kind: str, message: str, details: str = "") -> None:
-        # A mistake of the script shows at every start; once is enough. What kills cost is told one by one.
+        # A mistake of the script shows at every start: report it once. Report every loss by a kill.
         if kind not in _ONCE or all(problem.kind != kind for problem in self.problems):
             self.problems.append(DrillProblem(kind, message, details))
 

@@ -19,21 +19,21 @@ from everystep.drill.activity import ActivityLog, Phase
 from everystep.errors import EverystepError
 
 _QUICK_SECONDS = 0.002
-"""Between two looks while a moment to kill is being waited for."""
+"""Pause between two checks whether to kill now."""
 _SLOW_SECONDS = 0.05
 _DYING_SECONDS = 60.0
 _BEGINNING_SECONDS = 1.0
-"""For a process to get its environment, once it has begun to become another program."""
+"""How long a process may take to get its environment after `exec`."""
 _TAIL_LINES, _TAIL_NBYTES = 15, 64 << 10
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is how a shell reports it
 
 Trigger = Callable[[ActivityLog, float], bool]
-"""Asked again and again, with the time: kill now?"""
+"""Called repeatedly with the time. Returns whether to kill now."""
 Watch = Callable[[ActivityLog], None]
 
 
 class DrillFailed(EverystepError):
-    """The drill itself could not be done; the message says why, and what to change."""
+    """The drill could not be run. The message says why, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where starts take place that share their runs."""
+    """The directory of starts that share their runs."""
 
     directory: Path
     command: tuple[str, ...]
@@ -77,7 +77,7 @@ class Stage:
         kill: Kill | None = None,
         watch: Watch = lambda log: None,
     ) -> Start:
-        """Starts the command and waits for its end; `trigger` and `kill` are two ways to bring it about."""
+        """Starts the command and waits for its end; `trigger` and `kill` are two ways to end it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         log = ActivityLog(self.directory / DIARY)
         errors = self.directory / f"start-{number:03d}.err"
@@ -125,7 +125,7 @@ class Stage:
 def _group(
     command: tuple[str, ...], environment: dict[str, str], out: int, err: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The command as a new process group; of all that it started, nothing is alive when this ends."""
+    """The command as a new process group. When this ends, no process that it started is alive."""
     child: subprocess.Popen[bytes] | None = None
     try:
         child = _begin(command, environment, out, err)
@@ -134,7 +134,7 @@ def _group(
         mark = f"{DIRECTORY}={environment[DIRECTORY]}"
         try:
             _clear(child, mark)
-        except (KeyboardInterrupt, SystemExit):  # ends the drill, but not before nothing is left
+        except (KeyboardInterrupt, SystemExit):  # end the drill, but only after all processes
             _clear(child, mark)
             raise
 
@@ -144,7 +144,7 @@ def _clear(child: subprocess.Popen[bytes] | None, mark: str) -> None:
         with suppress(ProcessLookupError):  # reaped after all, when an interrupt came just then
             os.killpg(child.pid, signal.SIGKILL)
     # Also after an end by itself: a worker left behind would write into the next start's run. And when
-    # Ctrl-C came while it was being started, and nobody has been told its number.
+    # Ctrl-C came while it was being started, so its number is not known.
     _kill_all(None if child is None else child.pid, mark)
     if child is not None:
         child.wait(_DYING_SECONDS)
@@ -167,11 +167,11 @@ def _begin(
 
 
 def _kill_all(group: int | None, mark: str) -> None:
-    """Kills what is left of a start, until nothing is.
+    """Kills what is left of a start, repeatedly, until nothing is left.
 
     Launchers give each worker a session of its own (torchrun does), where no signal to the group reaches it.
-    What the drill has put into the environment is handed down to all of them. Who has it there and is not
-    younger than the drill has it from somebody else: from a user who looks into a start by hand, say.
+    What the drill has put into the environment is handed down to all of them. A process that
+    has it and is older than the drill got it from elsewhere, for example from a user who examines a start.
     """
     entry = b"\0" + os.fsencode(mark) + b"\0"
     (drill,) = (found for found in _running() if found.pid == os.getpid())
@@ -194,7 +194,7 @@ def _kill_all(group: int | None, mark: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """`began` tells it from another one that is given its number later."""
+    """`began` tells it from a later process with the same number."""
 
     pid: int
     group: int
@@ -202,14 +202,14 @@ class _Process:
 
 
 def _running() -> Iterator[_Process]:
-    """All processes of the system but those that only wait to be reaped."""
+    """All processes of the system except zombies."""
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         try:
             fields = _stat(entry.name)
         except OSError:
-            continue  # it has ended, or is not ours to see
+            continue  # it has ended, or may not be examined
         if fields and fields[0] not in (b"Z", b"X"):
             yield _Process(int(entry.name), int(fields[2]), int(fields[19]))
 
@@ -230,7 +230,7 @@ def _belongs(found: _Process, group: int | None, entry: bytes) -> bool:
 
 
 def _environment(pid: int) -> bytes:
-    """A process that is becoming another program has none for a moment, and is waited for."""
+    """Waits for a process in `exec`, which has none for a moment."""
     deadline = time.monotonic() + _BEGINNING_SECONDS
     settled = False
     while True:
@@ -240,14 +240,14 @@ def _environment(pid: int) -> bytes:
             return environment
         fields = _stat(pid)
         memory, code = int(fields[20]), int(fields[23])
-        # A new program gets its code after its environment. What has no memory ends, or is the kernel's.
+        # A new program gets its code after its environment. Ending processes and the kernel's have none.
         settled = memory == 0 or code != 0
         if not settled:
             time.sleep(_QUICK_SECONDS)
 
 
 def _pause(child: subprocess.Popen[bytes], seconds: float) -> None:
-    """Until the child ends, at most so long."""
+    """Waits until the child ends, at most so long."""
     try:
         child.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -12,11 +12,11 @@ from everystep.drill.kill_times import Kind
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """One kill, and what came of it.
+    """One kill, and its outcome.
 
     `step`: what training had completed. `due`: the step that must survive, since it was durable or its save
-    had been followed by another. `resumed`: where the next start went on, None when none got that far.
-    Times are from the start of the next process; None when that one was killed first.
+    had been followed by another. `resumed`: where the next start went on; None if no start got that far.
+    Times are from the start of the next process; None if that one was killed first.
     """
 
     number: int
@@ -31,7 +31,7 @@ class Killed:
 
     @property
     def kept(self) -> bool:
-        """Whether all that had to survive did."""
+        """Whether everything that had to survive did."""
         return self.resumed is None or self.resumed >= self.due
 
 

@@ -264,14 +264,14 @@ def _largest(numbers: Iterable[float | None]) -> float | None:
 
 
 class _Comparison:
-    """Two open checkpoints about to be compared."""
+    """The comparison of two open checkpoints."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, chosen: Collection[str] | None = None) -> None:
         """`chosen`: the names to compare; all, if None."""
         self._a = a
         self._b = b
         self._chosen = chosen
-        # Stored leaves to be compared byte by byte, each pair once however many names are tied to it.
+        # Stored leaves to compare byte by byte: each pair once, even if several names are tied to it.
         self._pairs: dict[tuple[str, str], LeafInfo] = {}
         for name, mine in a._parts.leaf_infos.items():
             other = b._parts.leaf_infos.get(name)
@@ -392,7 +392,7 @@ _KINDS = {
 
 
 def _kind(node: Node) -> str:
-    """What a node is, in words: a container, and all of it that is not its items."""
+    """What a node is, in words: its type, and everything but its items."""
     tag = tag_of(node)
     if type(node) is list:
         return "list"

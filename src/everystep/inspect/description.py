@@ -119,7 +119,7 @@ def stored_values(values: Mapping[str, object]) -> dict[str, Node]:
 def exact_bytes(node: Node) -> bytes:
     """Equal for equal nodes only: in Python, 1, 1.0 and True are equal.
 
-    The order of a plain dict's keys does not count: Python holds such dicts for equal. The members of sets
+    The order of a plain dict's keys does not count: to Python such dicts are equal. The members of sets
     have no order, and every process stores them in its own.
     """
     return msgspec.json.encode(without_order(node, _UNORDERED), order="deterministic")

@@ -1,6 +1,6 @@
-"""What the stored bytes of elements are worth, and how far apart two arrays of them are.
+"""The numbers that stored bytes stand for, and how far apart two arrays are.
 
-Works on bytes as they are stored, so it needs neither torch nor ml_dtypes, whatever the element type.
+Works on stored bytes, so it needs neither torch nor ml_dtypes for any element type.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def values(dtype: str, data: Bytes) -> Array | None:
-    """The numbers that elements of a logical type stand for; None for what is no number (text, times)."""
+    """The numbers that elements stand for; None for types that are not numbers (text, times)."""
     if dtype in NATIVE:
         native: Array = data.view(NATIVE[dtype])
         return native
@@ -133,7 +133,7 @@ class Tally:
 
     def _measure(self, left: Array, right: Array) -> None:
         if left.dtype.kind in "biu":
-            # Modulo 2^64 the difference of the larger and the smaller is exact, whatever the width and sign.
+            # Modulo 2^64 the difference of the larger and the smaller is exact for any width and sign.
             apart = np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)
             self._note(int(apart.max()), _relative(left.astype(float), right.astype(float)))
             return

@@ -210,7 +210,7 @@ class RunEvents:
 
 
 class NoEvents(EverystepError, FileNotFoundError):
-    """A directory has no events: it is no run, or no Checkpointer has saved there yet. Check the path."""
+    """The directory has no events: it is not a run, or no Checkpointer has saved there. Check the path."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
@@ -379,7 +379,7 @@ def _stall_share(trainings: list[list[Saved | Failed]]) -> float | None:
 
 
 def _trainings(events: Sequence[Event]) -> list[list[Saved | Failed]]:
-    """The saves of each training by itself: the time between two trainings does not count."""
+    """The saves of each training separately: the time between two trainings does not count."""
     found: list[list[Saved | Failed]] = [[]]
     for event in events:
         if isinstance(event, Opened | Restored):
@@ -390,7 +390,7 @@ def _trainings(events: Sequence[Event]) -> list[list[Saved | Failed]]:
 
 
 def _onward(saves: Sequence[_S]) -> Iterator[tuple[_S, _S]]:
-    """Each save and the next one, as far as the wall clock was not set back in between."""
+    """Each save and the next one, unless the clock was set back in between."""
     return ((before, after) for before, after in pairwise(saves) if after.time >= before.time)
 
 

@@ -250,7 +250,7 @@ def _advice(
     speed: Speed | None,
 ) -> Iterator[str]:
     yield from mount_advice(mount)
-    # Virtual disks call themselves rotating, whatever they are; the speed tells.
+    # Virtual disks often claim to rotate; the speed tells.
     if device is not None and device.rotational and speed is not None and speed.write_rate < _SLOW_RATE:
         yield "a rotating disk: keep checkpoints on an SSD where there is one."
     if able is not None and able.direct and not able.uring:
@@ -267,7 +267,7 @@ def _advice(
 
 
 def mount_advice(mount: Mount) -> Iterator[str]:
-    """What speaks against a file system, as far as its kind and options tell."""
+    """Warnings about a file system, by its kind and options."""
     if mount.kind in VOLATILE:
         yield f"{mount.kind} lives in memory: nothing saved here survives a power cut. Choose a disk."
     if mount.kind in NETWORK:
@@ -384,7 +384,7 @@ def _measure(where: str, nbytes: int, backend: str, progress: Progress) -> Speed
 
 
 def _syncs(path: str) -> Iterator[float]:
-    """Seconds until 4 KiB written over are durable."""
+    """Seconds until 4 KiB that were overwritten are durable."""
     file = fs.NewFile(path)
     try:
         block = os.urandom(4096)

@@ -81,9 +81,9 @@ def _recorded(run: Listing, directory: str) -> Keep:
 
 
 def _remove(where: str, before: Listing, keep: Keep | None) -> tuple[Listing, list[int], Keep]:
-    """Removes under the run's lock; the run as it was then, the steps that are gone, and by which rules."""
+    """Removes under the run's lock. Returns the run as it was then, the removed steps, and the rules."""
     with closing(WritableRun(where)) as writable:  # removes the leftovers of unfinished saves
-        # List again: until the lock was taken, a training may have saved, or the path have led elsewhere.
+        # List again: before the lock was taken, a training may have saved, or the path may have been changed.
         now = replace(_own(list_run(where)), leftovers=before.leftovers)
         writable.require_current()
         rules = keep or _recorded(now, path_to_read(writable.directory))
@@ -99,13 +99,13 @@ def _remove(where: str, before: Listing, keep: Keep | None) -> tuple[Listing, li
 
 
 def _own(found: Listing) -> Listing:
-    """Without checkpoints of other names: somebody saved them there on purpose, and no rule counts them."""
+    """Without checkpoints of other names: users saved them there on purpose, and no rule counts them."""
     return replace(found, checkpoints=tuple(entry for entry in found.checkpoints if entry.named_by_step))
 
 
 def _unwanted(run: Listing, keep: Keep) -> list[int]:
     """The steps that no rule keeps."""
-    # A damaged one counts for no rule: were it the newest, the last whole one would go in its favour.
+    # A damaged one counts for no rule: if it were the newest, the last intact one could be removed for it.
     whole = [
         Kept(entry.step, entry.created, entry.metrics)
         for entry in run.checkpoints

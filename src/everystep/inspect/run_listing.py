@@ -21,10 +21,10 @@ from everystep.store.read.verify import visible_damage
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 _MAX_DEPTH = 4
 _MAX_VISITED = 10_000
-"""Directories in which runs are looked for: somebody may name the root of a file system."""
+"""How many directories are searched for runs: a user may name the root of a file system."""
 
 _OF_THE_FILESYSTEM = "lost+found"
-"""On every ext4, for root alone; no training writes there."""
+"""Every ext4 file system has it, for root only. No training writes there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     steps = _steps(where)
     entries = [entry_of(path, step) for step, path in steps.items()]
     entries += [entry_of(os.path.join(where, name), None) for name in inner_checkpoints(where)]
-    # Without those that retention took away since the directory was listed.
+    # Without those that retention has removed since the directory was listed.
     present = tuple(entry for entry in entries if not is_gone(entry.path))
     left = leftovers(where)
-    if steps or left:  # a run: what is below it is its own business
+    if steps or left:  # a run: directories below it are not searched
         return Listing(where, present, left)
     unreadable: list[str] = []
     runs = tuple(map(_run_entry, runs_below(where, unreadable)))
@@ -168,7 +168,7 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
         if not _steps(where):
             unreadable: list[str] = []
             found += [inner for run in runs_below(where, unreadable) for inner in checkpoints_inside(run)]
-            found += unreadable  # may hold checkpoints, so they cannot be passed over in silence
+            found += unreadable  # may hold checkpoints, so they must not be left out silently
         if found:
             return tuple(found)
     return (resolve(where),)
@@ -238,7 +238,7 @@ def _run_entry(path: str) -> ListedRun:
 
 
 def _steps(run: str) -> dict[int, str]:
-    """Everything that has the name of a checkpoint, oldest first, even if it is something else."""
+    """Every entry with the name of a checkpoint, oldest first, even if it is not one."""
     require_reachable(run)
     with reading(run):
         try:
@@ -274,7 +274,7 @@ def directory_nbytes(path: str) -> int:
 
 
 def entry_of(path: str, step: int | None) -> ListedCheckpoint:
-    """The checkpoint at a path, or what shall be one. `step` is the one that its name says."""
+    """The checkpoint at a path, even a damaged one. `step` is the one in its name."""
     nbytes = directory_nbytes(path)
     try:
         with open_checkpoint(path) as checkpoint:

@@ -83,7 +83,7 @@ def export(
 
 
 def wrong_suffix(output: str | os.PathLike[str]) -> str:
-    """The error of an output that does not end as it must."""
+    """The message for an output with the wrong suffix."""
     return (
         f"export writes {SUFFIX} files, not {os.path.basename(output)!r}. `everystep convert` writes others: "
         ".pt, .pth, .bin and .ckpt, and directories of Everystep, Hugging Face, DCP and more"
@@ -133,7 +133,7 @@ def _write(file: SafetensorsFile, checkpoint: Checkpoint, path: str, force: bool
 
 
 def _refuse(path: str, force: bool) -> None:
-    """Raises unless a file may be written there: only files are replaced, and none in a checkpoint."""
+    """Raises unless a file may be written there. Only files outside checkpoints are replaced."""
     directory = os.path.realpath(os.path.dirname(path))
     if is_checkpoint(directory) or directory.endswith((PARTIAL, RETIRED)):
         raise CheckpointExists(
@@ -151,7 +151,7 @@ def _refuse(path: str, force: bool) -> None:
 
 
 def _refuse_own(path: str, checkpoint: Checkpoint) -> None:
-    """Shards may lie on volumes, in directories that look like no checkpoint."""
+    """Shards may be on volumes, in directories that do not look like checkpoints."""
     if not os.path.exists(path) or os.path.islink(path):
         return
     for part in checkpoint._parts:
@@ -162,7 +162,7 @@ def _refuse_own(path: str, checkpoint: Checkpoint) -> None:
 
 
 def _same_file(one: str, other: str) -> bool:
-    """Whether both are there, and one file. Retention may remove a checkpoint while it is exported."""
+    """Whether both exist and are the same file. Retention may remove a checkpoint while it is exported."""
     try:
         return os.path.samefile(one, other)
     except (FileNotFoundError, NotADirectoryError):

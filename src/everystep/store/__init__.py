@@ -8,7 +8,7 @@
 | `ranks` | saving and loading by all ranks of a process group |
 | `api` | the calls that users know: `save`, `load`, `open` |
 | `run` | a run as its one writer sees it: recovery, retirement, recycling |
-| `options` | how to write |
+| `options` | how to write and read |
 | `names`, `locks` | names of files; locks on directories |
 | `metrics` | metrics as plain numbers |
 | `save_errors` | typed errors for saves whose system calls failed |

@@ -192,7 +192,7 @@ def load(
 
 @contextmanager
 def _channel(meeting: Meeting) -> Iterator[Channel | None]:
-    """The way from rank to rank, for one load; None where ranks cannot send arrays to each other."""
+    """The channel between ranks for one load; None if ranks cannot send arrays to each other."""
     if not meeting.transport.by_torch:
         yield None
         return
@@ -222,13 +222,13 @@ def make_parent(target: str) -> None:
 
 
 def check_target(target: str, *, allow_other_files: bool = False) -> None:
-    """Raises when no checkpoint may ever be saved there: for its name, or what is there.
+    """Raises if no checkpoint may ever be saved there, because of the name or of what is there.
 
-    One that is there already is left to the commit, which knows whether it is to be replaced. An empty
-    directory will do, and with `allow_other_files` also one with files of others.
+    A checkpoint there is left to the commit, which knows whether to replace it. An empty directory is
+    allowed, and with `allow_other_files` also one with other files.
     """
     if target.endswith((PARTIAL, RETIRED)):
-        raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
+        raise ValueError(f"{target}: '.partial' and '.retired' are reserved suffixes; choose another name")
     refuse_reference(target)
     if fs.exists(target):
         _refuse_stranger(target, allow_other_files=allow_other_files)
@@ -242,7 +242,7 @@ def refuse_reference(target: str) -> None:
 
 
 def _refuse_stranger(target: str, *, allow_other_files: bool) -> None:
-    """A run, somebody's home, a file: what is not a checkpoint is not ours to replace."""
+    """Refuses to replace anything but a checkpoint: a run, a home directory, a file."""
     with saving(target):
         found = found_at(target, target + PARTIAL)
     if found == "something else" or (found == "others" and not allow_other_files):

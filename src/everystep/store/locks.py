@@ -3,8 +3,8 @@
 A writer holds a directory by its descriptor, so a path that leads elsewhere later does not mislead it. A dead
 process cannot keep the lock of a run, and a live one cannot lose it.
 
-A run has two locks. The first is a ``flock`` on the run's directory: no second writer gets it, whatever
-happens to the path and to the files inside. On network file systems it holds on one host only. So there is a
+A run has two locks. The first is a ``flock`` on the run's directory: no second writer gets it, even if
+the path or the files inside change. On network file systems it holds on one host only. So there is a
 second lock on the file ``.lock`` in that directory, of the kind that belongs to an open file
 (``F_OFD_SETLK``): code of this process that opens and closes the file does not drop it. That file also says
 who holds the run.
@@ -32,8 +32,8 @@ from everystep.errors import Locked, RunMoved, StorageMissing
 from everystep.store.names import LOCK_FILE
 
 LOCK_SECONDS = 60.0
-"""A writer holds a checkpoint that is already visible only while it syncs the directory above: as long as the
-device takes for that, be it a slow one, or a busy machine's."""
+"""A writer holds a checkpoint that is already visible only while it syncs the directory above: as long as a
+slow device, or a busy machine, takes for that."""
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -63,13 +63,13 @@ class RunLock:
                 raise
             raise Locked(f"run {run} is {_holder_of(run)}; a run has one writer at a time") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
+        # On a full disk the lock holds without a name. A restore must still be possible.
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(me).encode(), 0)
 
     def _open(self) -> int:
-        # A link would have us write over what it leads to.
+        # Through a link we would overwrite another file.
         try:
             file = fs.open_regular(LOCK_FILE, self.directory.fileno(), os.O_RDWR | os.O_CREAT)
         except OSError as error:

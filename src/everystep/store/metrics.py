@@ -9,7 +9,7 @@ from everystep.state.value_encoder import is_text
 
 
 def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as they are stored: what they are now, whatever becomes of tensors that hold them."""
+    """Metrics as they are stored: their present values, even if they are tensors that change later."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

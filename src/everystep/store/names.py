@@ -1,8 +1,8 @@
 """Every name and pattern of a file or directory in a run and in a checkpoint.
 
 ``step-000000000120`` is a checkpoint of a run. ``….partial`` is a save that has not finished, ``….retired`` a
-checkpoint that retention has taken out of the run, whose files the next save may write over. The names of
-files inside of a checkpoint are part of the format (`everystep.format.manifest`, docs/format.md).
+checkpoint that retention has removed from the run, whose files the next save may overwrite. The names of
+files inside a checkpoint are part of the format (`everystep.format.manifest`, docs/format.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def step_of(name: str) -> int:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether this is what a writer of a run leaves: an unfinished save, or a retired checkpoint."""
+    """Whether this is a leftover of a run's writer: an unfinished save, or a retired checkpoint."""
     stem, dot, suffix = name.partition(".")
     return bool(dot) and f".{suffix}" in (PARTIAL, RETIRED) and is_step_name(stem)
 
@@ -70,5 +70,5 @@ def is_run_or_dcp_file(name: str) -> bool:
 
 
 def sendable(text: str) -> str:
-    """Text that fits a message: names of files need not be UTF-8."""
+    """Text that a message can hold: names of files need not be UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -20,7 +20,7 @@ _LEAST_WINDOW_NBYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class WriteSettings:
-    """How ranks write. The same on all of them, but for the volumes."""
+    """How ranks write. All settings but the volumes are the same on all ranks."""
 
     tuning: Tuning
     writers: Writers = "all"
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def snapshot_nbytes(self) -> int:
-        """What is left for copies."""
+        """The memory that is left for copies."""
         return max(0, self.memory_nbytes - STAGING_NBYTES)
 
     def tuning(self) -> Tuning:
@@ -111,19 +111,19 @@ class Options:
 
 
 def reading_tuning(options: Options | None) -> Tuning:
-    """How to read with what was given for options."""
+    """How to read with these options."""
     found = checked_options(options)
     return READING if found is None else found.reading()
 
 
 def check_inflation(given: object) -> None:
-    """`ValueError` for what is no ratio."""
+    """Raises `ValueError` unless this is a ratio."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 1:
         raise ValueError(f'max_inflation must be a number from 1 on, or float("inf"), not {given!r}')
 
 
 def checked_options(options: Options | None) -> Options | None:
-    """What was given for options, if that is what it is."""
+    """Raises `TypeError` unless these are options."""
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"options must be an everystep.Options(...), not {options!r}")
     return options

@@ -1,7 +1,7 @@
 """A run: a directory with the checkpoints of one training. Recovery, retirement, recycling.
 
 Names in a run: ``step-000000000120`` is a checkpoint, ``….partial`` a save that did not finish, ``….retired``
-a checkpoint that retention has taken out; the next save may overwrite its files. Only the process that holds
+a checkpoint that retention has removed; the next save may overwrite its files. Only the process that holds
 the run's lock changes anything here. It works through the descriptor of the run's directory, and checks that
 the run's path still leads there.
 """
@@ -27,7 +27,7 @@ for the next save's, since that sync would cost it more than the files it saves.
 
 
 class FollowedRun:
-    """A run as the other ranks see it while the coordinator writes to it: they change nothing in it."""
+    """A run as the other ranks see it while the coordinator writes to it. They change nothing."""
 
     directory = None
 
@@ -51,12 +51,12 @@ class FollowedRun:
         return os.path.isdir(self.path_of(step))
 
     def require_current(self) -> None:
-        """The coordinator does."""
+        """Only the coordinator does this."""
 
     def retire(
         self, steps: list[int], *, durable: bool = False, ids: Mapping[int, str | None] | None = None
     ) -> None:
-        """The coordinator does."""
+        """Only the coordinator does this."""
 
     def close(self) -> None:
         """This rank holds no lock and no files."""
@@ -69,7 +69,7 @@ class WritableRun:
         self.path = path
         self._spare: Spare | None = None
         self._unsynced: list[Spare] = []
-        # Names in the run that are of no use any more.
+        # Directories that could not be removed yet.
         self._stuck: list[str] = []
         # Step -> bytes of the checkpoints that were committed here: their directories are known to be synced.
         self._committed: dict[int, int] = {}
@@ -91,7 +91,7 @@ class WritableRun:
 
     @property
     def directory(self) -> OpenDirectory:
-        """The run's, for as long as it is open."""
+        """The run's directory, open as long as the run is."""
         return self._lock.directory
 
     def require_current(self) -> None:
@@ -122,7 +122,7 @@ class WritableRun:
         return os.path.join(self.path, step_name(step))
 
     def begin(self, step: int, *, overwrite: bool = False) -> Transaction:
-        """Where the checkpoint of that step goes, and the retired one whose files it may write over.
+        """Where the checkpoint of that step goes, and the spare whose files it may overwrite.
 
         The caller commits it, and then calls `committed` or `failed` with the transaction.
         """
@@ -143,24 +143,24 @@ class WritableRun:
         self._end(step, transaction.spare)
 
     def _end(self, step: int, spare: Spare | None) -> None:
-        """Remembers what the save did not take or could not remove; the next one removes it."""
+        """Remembers directories that the save did not use or could not remove. The next save removes them."""
         partial = step_name(step) + PARTIAL
-        # Not taken: somebody reads it, or the save failed before. (Or a namesake was retired meanwhile.)
+        # Not used: it is being read, or the save failed. (Or another of that name was retired meanwhile.)
         if spare is not None and not self._is_retired(spare.name) and fs.exists(self._at(spare.name)):
             self._stuck.append(spare.name)
-        # A rank that was slow to learn of a failure has written into what was being removed.
+        # A rank that learned of the failure late has written into the directory while it was being removed.
         if fs.exists(self._at(partial)):
             self._stuck.append(partial)
 
     def retire(
         self, steps: list[int], *, durable: bool = False, ids: Mapping[int, str | None] | None = None
     ) -> None:
-        """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
+        """Removes checkpoints from the run. One becomes a spare, whose files a later save overwrites.
 
         Its new name must be durable before that. Otherwise a crash could lose the rename after the files were
         overwritten, and the run would show a checkpoint with another one's bytes. If one checkpoint cannot be
         retired, the others still are, and the error names it. `durable`: their removal survives a power cut.
-        `ids`: those of checkpoints that may have shards on volumes, by step.
+        `ids`: the ids of checkpoints that may have shards on volumes, by step.
         """
         if not steps and not durable:
             return
@@ -189,11 +189,11 @@ class WritableRun:
     def free(self) -> tuple[int, int]:
         """Bytes and files that the device has left for this user."""
         found = os.statvfs(self.directory.fileno())
-        # Where files are not counted, there are as many as one likes.
+        # Some file systems do not count files: there is no limit then.
         return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else 1 << 62
 
     def available_nbytes(self) -> int:
-        """Bytes for the next checkpoint: what is free, and the files of a retired one that it writes over."""
+        """Bytes for the next checkpoint: free space, and the files of the spare that it overwrites."""
         with saving(self.path):
             self._settle_unsynced()
             self._remove_stuck()
@@ -231,8 +231,8 @@ class WritableRun:
     def _settle(self, retired: list[Spare]) -> None:
         """Of retired checkpoints whose names are durable, keeps one as the spare and removes the others.
 
-        Here their shards on volumes are noted as dead: no crash can bring the old names back any more. After
-        a crash before this, the next writer finds them under their new names (`Ledger.add_leftovers`).
+        Their shards on volumes are noted as dead now: no crash can bring the old names back any more. After a
+        crash before this, the next writer finds them under their new names (`Ledger.add_leftovers`).
         """
         dead = [spare.id for spare in retired if spare.id is not None]
         if dead:
@@ -255,8 +255,8 @@ class WritableRun:
     def _sweep(self) -> None:
         leftovers = list(self._leftovers())
         if leftovers:
-            # Whoever left them may have been killed between a rename and its sync. Were the names lost in a
-            # power cut now, and the removals not, a checkpoint that is to stay would be without its files.
+            # The process that left them may have been killed between a rename and its sync. If a power cut
+            # now lost the names and not the removals, a checkpoint that should stay would lose its files.
             fs.sync_dir(self.directory)
             self.ledger.add_leftovers(leftovers)
         self.ledger.sweep()

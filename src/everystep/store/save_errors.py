@@ -1,4 +1,4 @@
-"""Typed errors for saves whose system calls failed: what the caller should know and do."""
+"""Typed errors for saves whose system calls failed. They say what happened and what to do."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@
 | `timeline` | events as columns to draw: saves, what a crash would have lost, everything else |
 | `leaf_samples` | elements of leaves, sampled in bounded time, as small histograms |
 | `leaf_changes` | how far two checkpoints are apart, leaf by leaf |
-| `contents` | one checkpoint: leaves, values, who wrote it |
-| `disks` | file systems below a run, and the room that is left |
+| `contents` | one checkpoint: leaves, values, which rank wrote it |
+| `disks` | file systems below a run, and their free space |
 | `run_reader` | a run, read again and again while a training goes on |
 | `web_page` | the page as one file |
 | `server` | the page on localhost, with a token |

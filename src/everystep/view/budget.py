@@ -1,4 +1,4 @@
-"""How much may be read to show a page: arrays are sampled, and sampling ends in time."""
+"""How much may be read for a page: arrays are sampled, and sampling ends in time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds from now on, and bytes of files. Both are limits of the whole, however many take from it."""
+    """Seconds from now on, and bytes of files. Everything that takes from a budget shares it."""
 
     seconds: float = 10.0
     nbytes: int = 4 << 30
@@ -20,7 +20,7 @@ class Budget:
         return max(self.seconds - (time.monotonic() - self._began), 0.0)
 
     def take(self, nbytes: int) -> bool:
-        """Whether so many bytes may still be read; they count as read then."""
+        """Whether so many bytes may still be read. If so, they count as read."""
         if self.spent_nbytes + nbytes > self.nbytes or not self.seconds_left:
             return False
         self.spent_nbytes += nbytes

@@ -1,4 +1,4 @@
-"""One checkpoint as a page shows it: its leaves as columns, its values, and who wrote it."""
+"""One checkpoint as a page shows it: its leaves as columns, its values, and which rank wrote it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """What one rank wrote: its shards, and bytes of so many leaves in them."""
+    """What one rank wrote: its shards, and how many leaves have bytes in them."""
 
     rank: int
     files: tuple[WrittenFile, ...]
@@ -63,7 +63,7 @@ class NamedValue:
 class Contents:
     """What a checkpoint holds. `all_values`, `all_writers` count those beyond the limits, too.
 
-    `sampled`: of how many leaves there is a sample; `read_nbytes` were read and verified for that.
+    `sampled`: how many leaves have a sample; `read_nbytes` were read and verified for that.
     """
 
     path: str
@@ -123,7 +123,7 @@ def samples_of(
 ) -> dict[int, LeafSample | None]:
     """Samples of the leaves at these places of `LeafColumns`; None for leaves that hold no numbers.
 
-    Places that the budget did not suffice for are left out.
+    Places beyond the budget are left out.
     """
     with open_newest(path) as checkpoint:
         names = leaf_order(checkpoint)

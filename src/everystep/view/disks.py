@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie: file systems, the room that is left, and what speaks against them."""
+"""The file systems that hold a run's checkpoints, their free space, and warnings about them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from everystep.view.words import shown_path
 class Disk:
     """The file system below a directory: that of a run, or a volume.
 
-    `fits`: how many checkpoints like the newest have room there. It counts everything that such a checkpoint
-    puts on this file system, also into other directories. `missing`: why nothing is known of it, as of a
-    volume on another host.
+    `fits`: how many checkpoints like the newest fit there. It counts everything that such a checkpoint
+    puts on this file system, also into other directories. `missing`: why nothing is known about it, for
+    example because the volume is on another host.
     """
 
     path: str

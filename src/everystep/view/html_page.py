@@ -1,7 +1,7 @@
 """One self-contained HTML page: its style, script and data are inside, and it can load nothing else.
 
 The data is inert JSON that the script parses. A policy in the page names the one script and the one style by
-digest, so text that came in with the data can run nothing, whatever it looks like.
+digest, so no text in the data can run as a script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORBIDDEN_IN_JSON = {
 
 
 def embedded_json(document: object) -> str:
-    """A document (dataclasses and plain data) as JSON that can stand inside of any element.
+    """A document (dataclasses and plain data) as JSON that is safe inside any element.
 
     NaN and infinities become null.
     """
@@ -32,12 +32,12 @@ def embedded_json(document: object) -> str:
     except UnicodeEncodeError:  # a path that is not UTF-8, in some error's message
         data = msgspec.json.encode(_valid(msgspec.to_builtins(document)))
     for character, escape in _FORBIDDEN_IN_JSON.items():
-        data = data.replace(character, escape)  # outside of strings, JSON has none of them
+        data = data.replace(character, escape)  # JSON has none of them outside strings
     return data.decode()
 
 
 def content_policy(style: str, script: str, *, may_fetch: bool) -> str:
-    """The Content-Security-Policy of a page with this style and script, and nothing besides."""
+    """The Content-Security-Policy of a page with only this style and script."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -54,7 +54,7 @@ def content_policy(style: str, script: str, *, may_fetch: bool) -> str:
 def assemble(
     *, title: str, style: str, body: str, script: str, document: object, may_fetch: bool = False
 ) -> str:
-    """A page. `document` is the text of the element ``data``; `may_fetch`: from where it came from."""
+    """A page. `document` is the text of the element ``data``; `may_fetch`: from its server."""
     if "</script" in script or "</style" in style:
         raise ValueError("a script or a style must not hold the end of its own element")
     policy = content_policy(style, script, may_fetch=may_fetch)

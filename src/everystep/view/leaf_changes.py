@@ -1,6 +1,6 @@
 """How far two checkpoints of a run are apart, leaf by leaf: exact where checksums tell, sampled elsewhere.
 
-`everystep.inspect.compare` reads every byte. This reads little, so it says how much it has seen.
+`everystep.inspect.compare` reads every byte. This reads little, so it reports how much.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def leaf_changes(
 ) -> Changes:
     """Compares two checkpoints, reading no more than the budget allows.
 
-    `everystep.CorruptCheckpoint` if something that was read is damaged.
+    Raises `everystep.CorruptCheckpoint` if something that it reads is damaged.
     """
     budget = budget or Budget()
     with open_newest(a) as left, open_newest(b) as right:

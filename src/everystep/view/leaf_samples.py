@@ -1,6 +1,6 @@
 """Elements of leaves, sampled: which ones, read in bounded memory, and what they look like.
 
-A leaf of up to 256 KiB is looked at as a whole, of a larger one four sampled_ranges that are evenly spread.
+A leaf of up to 256 KiB is sampled as a whole, a larger one in four ranges that are evenly spread.
 Everything read is verified, so each range costs the chunks around it.
 """
 
@@ -30,7 +30,7 @@ BINS = 24
 LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """The height of a bar of a histogram, as a letter: a page has many of them."""
 _OUTER = 0.005
-"""The share of elements at either end that goes to the outermost bar: few would stretch the rest."""
+"""The share of elements at either end that goes to the outermost bar: a few would squeeze the rest."""
 _MANY = 200
 
 
@@ -39,8 +39,8 @@ class LeafSample(Struct, frozen=True, array_like=True, gc=False):
 
     `whole`: these are all of its elements. The numbers are over finite elements, `not_finite` counts others.
     `bars` are heights of a histogram from `first` to `last`, as letters of `LEVELS`; the outermost bars also
-    hold everything beyond. None where there is nothing to tell: no finite element. Numbers have six digits:
-    a page has many.
+    hold everything beyond. None without a finite element. Numbers have six digits, because a
+    page has many.
     """
 
     elements: int
@@ -66,7 +66,7 @@ class SampledBytes:
 
 
 def sample_leaves(checkpoint: Checkpoint, names: Sequence[str], budget: Budget) -> dict[str, LeafSample]:
-    """What leaves look like, as far as the budget goes. Without those that hold no numbers."""
+    """Samples of leaves, as far as the budget goes. Leaves that hold no numbers are left out."""
     found = {}
     for taken in read_samples(checkpoint, numeric(checkpoint._parts.leaf_infos, names), budget):
         info = checkpoint._parts.leaf_infos[taken.name]
@@ -119,7 +119,7 @@ def _read(reader: WindowReader, batch: Sequence[tuple[str, tuple[LeafRange, ...]
 
 
 def sampled_ranges(nbytes: int, size: int, index: int) -> tuple[LeafRange, ...]:
-    """What is looked at of a leaf of so many bytes, `size` for an element."""
+    """The ranges to sample of a leaf of `nbytes` bytes, `size` per element."""
     if nbytes <= SAMPLE_NBYTES:
         return (LeafRange(index, 0, nbytes, whole=True),)
     elements, part = nbytes // size, max(SAMPLE_NBYTES // _RANGES // size, 1)
@@ -130,7 +130,7 @@ def sampled_ranges(nbytes: int, size: int, index: int) -> tuple[LeafRange, ...]:
 
 
 def _cost(ranges: Sequence[LeafRange]) -> int:
-    """Bytes of files that are read: checksums are those of whole chunks."""
+    """Bytes of files that are read: whole chunks, because of their checksums."""
     chunk = CHUNK_NBYTES
     if ranges[0].whole:
         return ranges[0].nbytes
@@ -138,7 +138,7 @@ def _cost(ranges: Sequence[LeafRange]) -> int:
 
 
 def look_at(elements: Array, whole: bool) -> LeafSample:
-    """What some elements look like."""
+    """Sums up some elements."""
     numbers = np.abs(elements) if elements.dtype.kind == "c" else elements
     with np.errstate(all="ignore"):
         ordered = np.sort(numbers.astype(np.float64, copy=False).reshape(-1))
@@ -179,7 +179,7 @@ def _bars(ordered: Array) -> tuple[float, float, str]:
     if not end > begin:
         return begin, end, ""
     parts = np.arange(1, BINS) / BINS
-    edges = begin * (1 - parts) + end * parts  # does not overflow, however far apart the ends are
+    edges = begin * (1 - parts) + end * parts  # cannot overflow, even if the ends are far apart
     places = np.concatenate(([0], np.searchsorted(ordered, edges, "left"), [len(ordered)]))
     heights = np.diff(places)
     levels = -(-heights * (len(LEVELS) - 1) // heights.max())  # rounded up: one element is not nothing

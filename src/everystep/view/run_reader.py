@@ -1,6 +1,6 @@
 """A run as a page shows it, read again and again while a training goes on.
 
-Checkpoints are immutable, so what was read of one is kept for as long as its directory is the same.
+Checkpoints are immutable, so what was read of one is kept as long as its directory stays the same.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class RunReader:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def view(self, *, origin: float | None = None, first_event: int = 0) -> RunView:
-        """The run now, without events before `first_event` if they are those of the same `origin`.
+        """The run now. Events before `first_event` are left out if the log still has the same `origin`.
 
-        `everystep.CheckpointNotFound` if there is no such directory, and never was one. Of one that was
-        removed meanwhile, the events that were read are told.
+        Raises `everystep.CheckpointNotFound` if there never was such a directory. If it was removed
+        meanwhile, the view has the events that were read before.
         """
         with self._lock:
             problems: list[str] = []
@@ -184,7 +184,7 @@ class RunReader:
         return leaf_changes(self._path_of(a), self._path_of(b), budget=budget)
 
     def note_reports(self, reports: tuple[VerifyReport, ...]) -> None:
-        """Remembers what a full check has found, to be shown."""
+        """Keeps what a full check has found, to show it."""
         self.checks = tuple(
             Check(
                 _name(report.path),
@@ -235,7 +235,7 @@ class RunReader:
             if is_checkpoint(self.path):
                 paths = [resolve(self.path)]
             elif os.path.isdir(self.path):
-                # The run's own last, so that its newest one is the last of all.
+                # The run's own checkpoints come last, so the newest one is the last of all.
                 paths = sorted(checkpoints_inside(self.path), key=lambda path: is_step_name(_name(path)))
             else:
                 paths = []
@@ -337,7 +337,7 @@ def _identity(path: str) -> object:
 
 
 def _is_being_written(run: str, known: Timeline) -> bool | None:
-    """Whether the kernel lists a writer's lock on the run. To try the lock itself could fail a training."""
+    """Whether the kernel lists a writer's lock on the run. Trying the lock could make a training fail."""
     try:
         directory = os.stat(run)
         with open("/proc/locks", encoding="ascii", errors="replace") as lines:

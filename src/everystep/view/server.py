@@ -1,9 +1,8 @@
-"""A page of runs, served to this machine alone, for as long as somebody looks at it.
+"""A page of runs, served to this machine alone.
 
-Who may look: the server listens on 127.0.0.1, every address holds a random token, and the ``Host`` header
-must name this server. The last keeps out pages of other sites whose names are made to lead here (DNS
-rebinding).
-It answers GET and HEAD, and changes nothing. Names in requests only choose among checkpoints that were found.
+The server listens on 127.0.0.1, every address holds a random token, and the ``Host`` header must name this
+server. The last keeps out pages of other sites whose names are made to lead here (DNS rebinding). It answers
+GET and HEAD, and changes nothing. Names in requests only choose among checkpoints that were found.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CHANGE_SECONDS = 8.0
 _MAX_PLACES = 400
 _LEAST_POLL_SECONDS = 1.5
 _THINNED_POLL_SECONDS = 15.0
-"""Of a log that is too long to be drawn whole, everything is told again each time."""
+"""A log that is too long to be drawn whole is sent as a whole each time."""
 _POLL_SHARE = 20
 """Reading a long log again takes at most a twentieth of the time."""
 
@@ -63,11 +62,11 @@ class PageServer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the server was closed; Ctrl-C ends the waiting."""
+        """Waits until the server is closed, or for Ctrl-C."""
         self._thread.join()
 
     def close(self) -> None:
-        """Ends the service and frees the port. What is being answered may still be sent."""
+        """Stops serving and frees the port. Answers that have begun may still be sent."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -89,11 +88,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
         self.readers = readers
         self.token = token
-        # Arrays are read for one request at a time, however many are asked for at once.
+        # Arrays are read for one request at a time.
         self.reading = threading.Lock()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that went away is no error, and a terminal no place for tracebacks."""
+        """A browser that closes a connection is not an error, and a terminal should not show tracebacks."""
 
 
 class _Refused(Exception):
@@ -108,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
     server_version = "everystep"
     sys_version = ""
-    timeout = 60  # of a connection that says nothing
+    timeout = 60  # for a silent connection
 
     def do_GET(self) -> None:
         try:
@@ -120,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             kind, body, status = "application/json", _told(error), HTTPStatus.GONE
         except (EverystepError, OSError) as error:
             kind, body, status = "application/json", _told(error), HTTPStatus.UNPROCESSABLE_ENTITY
-        except Exception as error:  # a defect: whoever looks at the page is told, not only that nothing came
+        except Exception as error:  # a defect: the page shows it
             told = RuntimeError(f"this is a defect of everystep: {type(error).__name__}: {error}")
             kind, body, status = "application/json", _told(told), HTTPStatus.INTERNAL_SERVER_ERROR
         self._send(status, kind, body)

@@ -1,6 +1,6 @@
 """The events of a run as columns to draw: its saves, what a crash would have lost, and everything else.
 
-Each entry follows from earlier events alone. So a reader who has the first entries only needs the rest.
+Each entry follows from earlier events alone, so a reader that has the first entries only needs the rest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SaveColumns:
     """The durable saves of a run, oldest first: one entry per save in every column.
 
     `event`: its place among all events. `training`: how many trainings had begun. `captured`: about when the
-    state was that of this checkpoint. `lost_seconds` and `lost_steps`: the most that a crash would have lost
-    just before this save was durable, counted from what was durable then. None where the clock was set back.
+    state was captured. `lost_seconds` and `lost_steps`: the most that a crash would have lost
+    just before this save was durable, counted from what was durable then; None where the clock was set back.
     Steps that a training completes while a snapshot is written are not in `lost_steps`.
     """
 
@@ -93,7 +93,7 @@ class SaveColumns:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """An event that is no durable save. `event` and `training` as in `SaveColumns`.
+    """An event other than a durable save. `event` and `training` as in `SaveColumns`.
 
     `lost_seconds` and `lost_steps`: of a failed save, what a crash would have lost then. None where that is
     not known, and for other events.
@@ -128,7 +128,7 @@ class Timeline:
     pid: int | None = None
 
     def since(self, events: int) -> Timeline:
-        """The same without its first `events` events, for a reader who has them."""
+        """The same without its first `events` events, for a reader that has them."""
         saves = self.saves
         later = [at for at, number in enumerate(saves.event) if number >= events]
         return Timeline(
@@ -188,12 +188,12 @@ def timeline(events: Iterable[Event], *, most_saves: int = MAX_SAVES) -> Timelin
 
 
 def thinned(saves: SaveColumns, most: int) -> list[int]:
-    """Places of at most `most` saves: of each stretch the slowest and the one with the longest stall."""
+    """Places of at most `most` saves: of each section the slowest and the one with the longest stall."""
     count = len(saves)
-    stretches = max((most - 2) // 2, 1)
+    sections = max((most - 2) // 2, 1)
     chosen = {0, count - 1}
-    for number in range(stretches):
-        places = range(number * count // stretches, (number + 1) * count // stretches)
+    for number in range(sections):
+        places = range(number * count // sections, (number + 1) * count // sections)
         if places:
             chosen.add(max(places, key=lambda at: saves.time[at] - saves.captured[at]))
             chosen.add(max(places, key=lambda at: saves.stall[at]))

@@ -33,7 +33,7 @@ _SCRIPTS = ("basics.js", "charts.js", "timeline.js", "leaves.js", "changes.js", 
 
 @dataclass(frozen=True, slots=True)
 class ShownRun:
-    """A run with what was read of its arrays. A page that has a server asks for these itself."""
+    """A run with what was read of its arrays. A page with a server fetches that itself."""
 
     view: RunView
     contents: tuple[Contents, ...] = ()
@@ -43,7 +43,7 @@ class ShownRun:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What the script of a page is given. `served`: there is a server to ask for more, and for news.
+    """What the script of a page is given. `served`: a server has more, and news.
 
     There are many samples and changed leaves, so each is written as a list; these are the names of its items.
     """
@@ -72,7 +72,7 @@ class WrittenPage:
 
 
 def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
-    """Readers of runs, with short names that tell them apart. A directory above runs means all of them."""
+    """Readers of runs, with short names that differ. A parent directory stands for every run in it."""
     paths = list(dict.fromkeys(path for run in runs for path in _meant(locate(run))))
     if len(paths) > MAX_RUNS:
         raise ValueError(f"a page shows at most {MAX_RUNS} runs, and these are {len(paths)}")
@@ -115,13 +115,13 @@ def write_page(
     data = text.encode()
     try:
         replace_file(where, data)
-    except OSError as error:  # a message that names the page, not the file beside it
+    except OSError as error:  # name the page, not the temporary file beside it
         raise OSError(error.errno, os.strerror(error.errno or 0), where) from error
     return WrittenPage(where, len(data), tuple(run.view.path for run in shown))
 
 
 def verify_runs(readers: Sequence[RunReader], progress: Progress = no_progress) -> None:
-    """Reads every byte of every checkpoint of ours, for the readers to tell."""
+    """Reads every byte of every Everystep checkpoint. The readers show what was found."""
     for reader in readers:
         ours = is_checkpoint(reader.path) or (os.path.isdir(reader.path) and is_run(reader.path))
         if ours and reader.view().checkpoints:
@@ -129,7 +129,7 @@ def verify_runs(readers: Sequence[RunReader], progress: Progress = no_progress) 
 
 
 def page_text(runs: Sequence[ShownRun], *, served: bool) -> str:
-    """A page as HTML. One that is served asks its server for everything but these runs."""
+    """A page as HTML. One that is served fetches everything but these runs from its server."""
     style, body, script = _parts()
     names = ", ".join(run.view.name for run in runs)
     return assemble(
@@ -161,7 +161,7 @@ def _with_arrays(reader: RunReader, seconds: float) -> ShownRun:
     for name in intact[-1:]:
         with _noting(problems):
             found.append(reader.contents(name, budget=Budget(share)))
-        if not found:  # arrays are damaged: its leaves can be named all the same
+        if not found:  # arrays are damaged: its leaves can still be listed
             with _noting(problems):
                 found.append(reader.contents(name))
         for other in others:
@@ -172,7 +172,7 @@ def _with_arrays(reader: RunReader, seconds: float) -> ShownRun:
 
 @contextlib.contextmanager
 def _noting(problems: list[str]) -> Iterator[None]:
-    """Damage, and what retention removed meanwhile, is part of what a page shows."""
+    """Damage, and checkpoints that retention removes meanwhile, are shown on the page."""
     try:
         yield
     except (EverystepError, OSError) as error:

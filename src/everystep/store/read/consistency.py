@@ -28,7 +28,7 @@ _MANY = 20
 def check_agreement(parts: Parts) -> None:
     """`CorruptCheckpoint` unless all parts, the tree and the layout fit together. Opens every part.
 
-    Each leaf must be all there, no element of it twice, and described alike by all parts that have some.
+    Every element of each leaf must be stored once, and all parts must describe the leaf in the same way.
     """
     boxes: dict[str, dict[int, list[Box]]] = {name: {} for name in parts.metas}
     metas = dict(parts.metas)
@@ -70,7 +70,7 @@ def _check_writers(layout: WritePlan, meta: LeafMeta, held: Mapping[int, Sequenc
 
 
 def problems_of_part(parts: Parts, part: Part) -> list[VerifyProblem]:
-    """What is wrong in the trees that one part has: its own (of rank 0: the root's), and its local ones."""
+    """Problems in the trees of one part: its own (for rank 0, the root's), and its local ones."""
     file = parts.file_of(part.rank)
     found = _problems(parts.root.tree if part.rank == 0 else part.tree, "", file)
     for place, node in part.local.items():
@@ -79,13 +79,13 @@ def problems_of_part(parts: Parts, part: Part) -> list[VerifyProblem]:
 
 
 def problems_of_whole(parts: Parts) -> list[VerifyProblem]:
-    """What shows only in the tree that one process loads: those of all ranks, with what rank 0 has alone."""
+    """Problems that show only in the whole tree: those of all ranks merged, with rank 0's own."""
     tree = localized(parts.tree, parts.local(0))
     return _problems(tree, "", parts.manifest_path) or _no_bytes(parts, tree)
 
 
 def _no_bytes(parts: Parts, tree: Node) -> list[VerifyProblem]:
-    """Leaves that should hold the bytes of a value, and are arrays."""
+    """Leaves that should hold the bytes of a value but are arrays."""
     metas = parts.metas_for(0)
     aliases = parts.aliases_for(0)
     found = [
@@ -107,11 +107,11 @@ def _problems(tree: Node, place: str, file: str) -> list[VerifyProblem]:
 
 
 def _malformed(node: Node, place: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Place and reason of everything that cannot be decoded, as deep in the tree as possible."""
+    """Place and reason of every node that cannot be decoded, as deep in the tree as possible."""
     try:
         decode(node, _any_leaf, depth)
     except UnsupportedState:
-        # A value that needs a library which is not here: no damage, but it has hidden what comes after it.
+        # The value needs a library that is not installed. It is not damaged, but the rest was not decoded.
         yield from _malformed_inside(node, place, depth)
     except CorruptCheckpoint as error:
         deeper = False

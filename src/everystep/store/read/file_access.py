@@ -9,7 +9,7 @@ from typing import Protocol
 class FileAccess(Protocol):
     """The files of one checkpoint, open until `close`.
 
-    `ReaderLock` holds the directory of a checkpoint of ours. The files of a foreign one lie anywhere.
+    `ReaderLock` holds the directory of an Everystep checkpoint. The files of a foreign one can be anywhere.
     """
 
     @property
@@ -30,4 +30,4 @@ class FileAccess(Protocol):
         """Raises if the checkpoint was replaced or removed since it was opened."""
 
     def close(self) -> None:
-        """Nothing can be read any more."""
+        """Closes all files. Later reads fail."""

@@ -1,7 +1,7 @@
-"""Checkpoints that other systems wrote, and other names. They are looked for only where they are needed.
+"""Checkpoints of other systems, and new names for leaves, without importing the layer that knows them.
 
-The readers of foreign checkpoints are a layer above this one, which this one must not import. So they are
-known by the name of a module, which is imported when a path holds no checkpoint of ours.
+The readers of foreign checkpoints are a layer above this one, so this one must not import them. It knows them
+by the name of a module, and imports that when a path holds no Everystep checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def recognises(path: str) -> bool:
 
 
 def open_foreign(path: str, tuning: Any) -> Any:
-    """A `Checkpoint` of what another system wrote; None if there is nothing that is known."""
+    """The `Checkpoint` that another system wrote; None if no known system wrote it."""
     readers = _readers()
     return readers.open_foreign(path, tuning) if readers.recognises(path) else None
 
@@ -44,12 +44,12 @@ def checkpoints_in(directory: str) -> list[str]:
 
 
 def looked_for(path: str) -> str:
-    """For an error message: what was looked for in vain, and what was found instead."""
+    """For an error message: what was looked for, and what was found instead."""
     return str(_readers().looked_for(path))
 
 
 def renaming(given: object) -> Callable[[str], str] | None:
-    """What `rename=` stands for; None for None. `SpecError` or `TypeError` for what gives no names."""
+    """The function that `rename=` means; None for None. `SpecError` or `TypeError` if it gives no names."""
     if given is None:
         return None
     found: Callable[[str], str] = importlib.import_module(_RENAMING).renaming(given)

@@ -1,8 +1,8 @@
-"""Reading boxes of leaves out of however many files hold them.
+"""Reading boxes of leaves from the files that hold them.
 
 A range of a fragment that goes to one place, in one piece, is read straight to it. Anything else is read a
 window of the engine's at a time, rounded out to checksums, and each window is scattered to the places that
-want something of it: memory stays bounded by the windows, however large the leaf.
+need some of it: memory stays bounded by the windows, however large the leaf.
 
 Files on different volumes are read at the same time, up to a few, files of one volume one after the other.
 """
@@ -58,7 +58,7 @@ def plan_fetch(
     *,
     verify: bool,
 ) -> list[FileReads]:
-    """The reads that fill everything wanted; `CorruptCheckpoint` when some elements are nowhere."""
+    """The reads that fill everything wanted. Raises `CorruptCheckpoint` if some elements are in no file."""
     index = _Index(parts, metas, where)
     plan = index.plan(wanted)
     by_fragment: dict[Stored, list[Copy]] = {}
@@ -183,7 +183,7 @@ class _Index:
 def _requests(
     index: _Index, stored: Stored, copies: Sequence[Copy], wanted: Sequence[BoxRequest], *, verify: bool
 ) -> list[FragmentRequest]:
-    """What is read of one fragment for everyone who wants something of it."""
+    """The reads of one fragment, for all requests that need some of it."""
     leaf, fragment = index.fragment(stored)
     size, chunk = index.size(leaf), index.chunk_nbytes(stored)
     ranges = []
@@ -217,7 +217,7 @@ def _place(
     copies: Sequence[Copy],
     wanted: Sequence[BoxRequest],
 ) -> Destination | Unkept:
-    """Where the bytes `outer` of a fragment go: straight to the only one who wants them, or scattered."""
+    """Where the bytes `outer` of a fragment go: straight to their only destination, or scattered."""
     if len(copies) == 1 and outer == inner and contiguous_runs(copies[0].target.box, box).number <= 1:
         want, local = wanted[copies[0].wanted], copies[0].target.local
         if isinstance(want.destination, Unkept):

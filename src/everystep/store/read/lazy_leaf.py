@@ -1,4 +1,4 @@
-"""One leaf, read as far as it is asked for."""
+"""One leaf, of which only indexed parts are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everystep.store.read.requests import BoxRequest
 
 
 class LazyLeaf:
-    """Behaves like an array that is not there yet: has `shape` and `dtype`, and reads what is indexed."""
+    """Looks like an array: has `shape` and `dtype`, and reads the part that is indexed."""
 
     def __init__(self, name: str, meta: LeafMeta, fetch: Callable[[Sequence[BoxRequest]], None]) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class LazyLeaf:
         return _finish(elements[inside], self.dtype, self.framework)
 
     def _read_box(self, box: Box) -> np.ndarray[Any, Any]:
-        """The elements of a box, as opaque fixed-size items: indexing moves them, nothing looks into them."""
+        """The elements of a box, as opaque items: indexing moves them and never interprets them."""
         out = np.empty(box.shape, np.dtype((np.void, itemsize(self.dtype))))
         if out.nbytes:
             self._fetch([BoxRequest(self._meta.name, box, Memory(out.ctypes.data, out.nbytes, out))])

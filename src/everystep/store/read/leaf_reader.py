@@ -1,4 +1,4 @@
-"""Bytes of leaves, from the files of a checkpoint into fresh arrays or memory that a caller has.
+"""Bytes of leaves, from the files of a checkpoint into new arrays or into memory of the caller.
 
 It knows leaves and files. What the leaves mean (the tree, the values, a target to restore) is left to
 `checkpoint` and `restoring`.
@@ -29,7 +29,7 @@ _BATCH_NBYTES = 256 << 20
 class LeafReader:
     """Reads the leaves of `parts`, whose files `hold` gives access to.
 
-    `tuning`: how it reads; whatever belongs to the same work should be read so, too.
+    `tuning`: how it reads. Other checkpoints that are read for the same purpose use the same.
     """
 
     def __init__(self, parts: Parts, hold: FileAccess, tuning: Tuning) -> None:
@@ -53,7 +53,7 @@ class LeafReader:
         self.carry_out(self.reads(wanted, verify=verify), verify=verify, progress=progress)
 
     def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
-        """What has to be read, file by file, to fill the destinations of boxes of leaves."""
+        """The reads that fill the destinations of boxes of leaves, file by file."""
         metas = {name: self.parts.meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
         wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
         metas = {meta.name: meta for meta in metas.values()}
@@ -67,13 +67,13 @@ class LeafReader:
         verify: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Reads out of files what `reads` says."""
+        """Carries out what `reads` has planned."""
         fetch(reads, self.shards, verify=verify, progress=progress)
 
     def _fetch_whole(
         self, wanted: Sequence[BoxRequest], *, verify: bool, progress: Callable[[int], None] | None
     ) -> bool:
-        """Whole leaves of one process go straight from its files; False when this is something else."""
+        """Reads whole leaves of a one-process checkpoint. Returns False if the request is anything else."""
         stored = self.parts.leaves_of(0)
         leaves: dict[str, Leaf] = {}
         for want in wanted:
@@ -99,9 +99,9 @@ class LeafReader:
     def fresh(
         self, names: Iterable[str], framework: Framework | None = None
     ) -> tuple[dict[str, Any], list[BoxRequest]]:
-        """New arrays for leaves, of the framework each was saved from or of this one; what to fetch for them.
+        """New arrays for leaves, and the requests that fill them.
 
-        The other framework need not be installed.
+        By default each array has the framework it was saved from. The other one need not be installed.
         """
         if framework is not None:
             check_framework(framework)
@@ -145,7 +145,7 @@ class LeafReader:
         verify: bool,
         progress: Callable[[int], None] | None,
     ) -> dict[str, Any]:
-        """`read_fresh` where one process stored every leaf in one piece: with little work for each."""
+        """`read_fresh` where one process stored every leaf in one piece: little work per leaf."""
         if framework is not None:
             check_framework(framework)
         stored = self.parts.leaves_of(0)

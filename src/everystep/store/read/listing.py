@@ -38,7 +38,7 @@ def _step_names(run: str) -> list[str]:
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether it is one, or a link to one; a link that leads nowhere, or to itself, is none."""
+    """Whether it is a directory, or a link to one. A link that leads nowhere, or to itself, is not."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -48,12 +48,12 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def is_checkpoint(directory: str) -> bool:
-    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
+    """Whether a directory looks like a checkpoint: it has a manifest, or a file that may hold it."""
     return os.path.exists(f"{directory}/{MANIFEST}") or os.path.exists(f"{directory}/{SHARD}")
 
 
 def inner_checkpoints(directory: str) -> list[str]:
-    """Names of the checkpoints right inside of a directory that are not named by their step, sorted."""
+    """Names of the checkpoints directly in a directory that are not named by their step, sorted."""
     with reading(directory), os.scandir(directory) as entries:
         return sorted(
             (
@@ -69,7 +69,7 @@ def inner_checkpoints(directory: str) -> list[str]:
 
 
 def runs_in(directory: str) -> list[str]:
-    """Names of the runs with a checkpoint right inside of a directory, sorted."""
+    """Names of the runs directly in a directory that have a checkpoint, sorted."""
     with reading(directory), os.scandir(directory) as entries:
         names = [entry.name for entry in entries if entry.name[0] != "." and _is_directory(entry)]
     return sorted((name for name in names if _has_steps(os.path.join(directory, name))), key=natural_order)

@@ -37,7 +37,7 @@ from everystep.store.read.references import locate
 _T = TypeVar("_T")
 
 _MAX_REPLACED = 100
-"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
+"""How often opening is retried because another checkpoint has taken its place."""
 _SHOWN = 5
 _MAX_PINNED = 32
 """Ranks whose files are kept within reach from the beginning. Each costs two descriptors; and with thousands
@@ -45,9 +45,9 @@ of ranks on both sides, a shared file system would get requests for every pair o
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
-    """The checkpoint a path means: itself, or the newest committed one of a run; ``RUN@STEP`` is one of it.
+    """The checkpoint that a path means: itself, the newest of a run, or the one of ``RUN@STEP``.
 
-    Where there is neither, also one of another system.
+    If there is none, a checkpoint of another system is looked for.
     """
     where = locate(path)
     if where.endswith((PARTIAL, RETIRED)):
@@ -73,7 +73,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
 
 
 def _no_checkpoint(where: str) -> EverystepError:
-    """Why a directory stands for no checkpoint, and what to name instead."""
+    """The error for a directory that is not a checkpoint or run. It says what to name instead."""
     named = inner_checkpoints(where)
     if named:
         return CheckpointNotFound(
@@ -106,14 +106,14 @@ def _some(names: list[str]) -> str:
 
 
 def require_reachable(where: str) -> None:
-    """`ReadFailed` if the path cannot be examined: that does not mean that nothing is there."""
-    # ValueError: what cannot be a path leads nowhere.
+    """Raises `ReadFailed` if the path cannot be examined: it may exist all the same."""
+    # ValueError: the text cannot be a path.
     with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
         os.stat(os.path.join(where, MANIFEST))
 
 
 def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
-    """What `use` makes of the checkpoint a path means; of a run, once more if it was retired meanwhile."""
+    """Calls `use` with the checkpoint that a path means; again if it was retired from its run meanwhile."""
     for _ in range(_MAX_REPLACED):
         found = resolve(path)
         try:
@@ -161,7 +161,7 @@ def _open(path: str) -> tuple[ReaderLock, Root]:
 
 
 def _to_pin(root: Root) -> Iterator[str]:
-    """The files that a reader may need: of another rank its part, and the shard that it has as a rule."""
+    """The files that a reader may need: of each other rank its part and its first shard."""
     yield from (file.name for file in root.part.files if file.volume is None)
     for ref in root.parts[:_MAX_PINNED]:
         yield ref.file
@@ -202,7 +202,7 @@ def _read_embedded(directory: str, path: str) -> Root:
 
 
 def _refuse_second_manifest(directory: str, path: str) -> None:
-    """Two manifests might disagree, and either could be the right one. No writer makes such a checkpoint."""
+    """Raises if there are two manifests: they might disagree. No writer makes such a checkpoint."""
     where = os.path.join(path, SHARD)
     try:
         with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:

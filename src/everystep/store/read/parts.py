@@ -34,7 +34,7 @@ from everystep.store.read.read_errors import open_stored, patiently, read_up_to,
 _MAX_PINNED = 128
 """Parts whose shards stay within reach even if the checkpoint is replaced: each takes a file descriptor."""
 MAX_SOURCES = 1 << 22
-"""Pieces that a layout is asked about. One that makes more of a request is not worth following."""
+"""If a layout cuts a request into more pieces than this, all parts are asked instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Parts:
         self.manifest_path = manifest_path
         self._hold = hold
         self._entries: Collection[str] | None = None
-        # Whether there is one part, which was found to have all that the tree refers to.
+        # There is one part, and decoding has checked that it has every leaf of the tree.
         self._alone = root.world == 1 and not root.layout
         self._refs = {ref.rank: ref for ref in root.parts}
         self._known: dict[int, Part] = {0: root.part}
@@ -74,11 +74,11 @@ class Parts:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that wrote something, ascending."""
+        """The ranks that wrote something, ascending."""
         return 0, *self._refs
 
     def __getitem__(self, rank: int) -> Part:
-        """`CorruptCheckpoint` names the file when it is not the one that the root describes."""
+        """Raises `CorruptCheckpoint` if the file is not the one that the root describes."""
         with self._lock:
             part = self._known.get(rank)
             if part is None:
@@ -93,7 +93,7 @@ class Parts:
         return map(self.__getitem__, self.ranks)
 
     def file_of(self, rank: int) -> str:
-        """Where the part of a rank stands."""
+        """The path of the file that holds the part of a rank."""
         return os.path.join(self._hold.path, self._refs[rank].file) if rank else self.manifest_path
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Parts:
         return plan
 
     def _check_described(self, part: Part, plan: WritePlan) -> None:
-        """What a layout says of a leaf, readers believe: so every part that is opened must say the same."""
+        """Readers trust the layout, so every part that is opened must describe its leaves in the same way."""
         for leaf in part.leaves:
             if is_local(part, leaf.name):
                 continue
@@ -192,7 +192,7 @@ class Parts:
 
     @functools.cached_property
     def aliases(self) -> dict[str, str]:
-        """Further names of leaves that are not one rank's own. What is a leaf somewhere needs no alias."""
+        """Further names of the leaves that ranks share. A name that is a leaf in some part is left out."""
         found: dict[str, str] = {}
         for part in self._with_trees:
             for alias in part.aliases:
@@ -295,9 +295,9 @@ class Parts:
         return found
 
     def holding(self, wanted: Sequence[tuple[str, Box]]) -> list[Part]:
-        """The parts with elements of these boxes of leaves, as far as the layout tells; else all.
+        """The parts that hold elements of these boxes, if the layout says which; otherwise all parts.
 
-        Of their leaves, they have only those that are wanted.
+        They list only the wanted leaves.
         """
         names = dict.fromkeys(name for name, _ in wanted)
         found: list[Part] = []
@@ -329,8 +329,8 @@ class Parts:
     def residues(self, metas: Iterable[LeafMeta], alignment: int) -> dict[str, int]:
         """Where each leaf begins in its file, modulo the alignment: memory to match is filled without copies.
 
-        Of leaves in several pieces nothing is said, but that they are all there: nobody should take memory
-        for what only a damaged layout has.
+        Leaves in several pieces are left out. For them this only checks that all their elements are stored,
+        before memory is allocated for what a damaged layout claims.
         """
         if self.stored_whole:
             stored = self.leaves_of(0)
@@ -348,7 +348,7 @@ class Parts:
         return {}
 
     def checksums(self, meta: LeafMeta) -> dict[tuple[Box, int], str]:
-        """Those of a leaf's fragments, by the box and the bytes that each checksum is of."""
+        """The checksums of a leaf's fragments, by box and chunk size."""
         return {
             (Box(fragment.start, fragment.shape), part.chunk_nbytes): fragment.chunks
             for part in self.holding([(meta.name, whole(meta.shape))])
@@ -381,7 +381,7 @@ class Parts:
 
 
 def local_rank(name: str) -> int | None:
-    """The rank whose own a leaf of this name may be."""
+    """The rank that a leaf of this name may belong to alone."""
     if not name.startswith("@"):
         return None
     digits = name[1:].partition(".")[0]

@@ -22,9 +22,9 @@ from everystep.errors import (
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS}
 _DEVICE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
-"""What the kernel says of a medium that cannot be read, and of a file system that is damaged itself."""
+"""Errors of a medium that cannot be read, or of a file system that is damaged itself."""
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-"""Something is not there, or something else is in its place."""
+"""A file is missing, or something else is in its place."""
 
 READ_ATTEMPTS = 3
 """A device may fail once and recover; an error that it repeats so many times counts."""
@@ -107,7 +107,7 @@ def require_regular(path: str, shown: str) -> os.stat_result:
 
 
 def open_stored(path: str, shown: str) -> BinaryIO:
-    """Opens a plain file of a checkpoint for reading. Never a pipe, which could block.
+    """Opens a plain file of a checkpoint for reading. A pipe is refused: it could block.
 
     A link to a plain file is followed: some caches and archives use links, and checksums find wrong bytes.
     """
@@ -115,7 +115,7 @@ def open_stored(path: str, shown: str) -> BinaryIO:
     def opener(path: str, flags: int) -> int:
         try:
             opened = os.open(path, flags | os.O_NONBLOCK)
-        except BlockingIOError:  # somebody holds a lease on it, a file server say, and is waited for
+        except BlockingIOError:  # another process, such as a file server, holds a lease on it: wait for it
             require_regular(path, shown)
             return os.open(path, flags)
         try:

@@ -13,13 +13,13 @@ from everystep.store.locks import LOCK_SECONDS, share_directory
 from everystep.store.read.read_errors import read_failed, reading
 
 _LEFT = 64
-"""Descriptors that nothing is kept with. A new one gets the lowest number that is free."""
+"""Descriptors to leave free. (A new descriptor gets the lowest free number.)"""
 
 
 class ReaderLock:
-    """Held from construction to `close`, or until nothing refers to it any more.
+    """Held from construction to `close`, or until it is garbage-collected.
 
-    `uncommitted`: by its own writer, which holds the lock already and reads what it wrote.
+    `uncommitted`: the writer itself reads what it wrote. It holds the lock already.
     """
 
     def __init__(self, path: str, *, uncommitted: bool = False) -> None:
@@ -30,7 +30,7 @@ class ReaderLock:
 
     @property
     def directory(self) -> str:
-        """The directory to open files in. By descriptor, so that a rename by retention takes nothing away."""
+        """The directory to open files in: by descriptor, so reads go on after it was renamed."""
         if self._held is None:
             raise CheckpointClosed(f"the checkpoint {self.path} has been closed")
         return f"/proc/self/fd/{self._held.fileno()}"
@@ -48,7 +48,7 @@ class ReaderLock:
             raise read_failed(error, self.path) from error
 
     def require_current(self) -> None:
-        """By who misses a file: raises, unless it is missing from what is at the path."""
+        """For a reader that misses a file: raises if the path now leads to another checkpoint, or to none."""
         if not self.current:
             raise CheckpointNotFound(
                 f"{self.path} was replaced or removed while it was read: open what is there now"
@@ -57,8 +57,8 @@ class ReaderLock:
     def pin(self, names: Iterable[str]) -> bool:
         """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
 
-        Returns whether all of them were there. What is missing, or resists, is for the reader to find out,
-        who knows what it was needed for; and who needs descriptors for that, so the last ones are left.
+        Returns whether all of them could be opened. The reader finds out about the others when it needs them;
+        for that, some descriptors stay free.
         """
         complete = True
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

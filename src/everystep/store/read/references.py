@@ -1,7 +1,6 @@
 """Short names of a run's checkpoints: ``RUN@30`` (its step), ``RUN@latest``, ``RUN@-2`` (the last but one).
 
-They are names for reading, wherever a path is read. What exists under the name itself comes first: a
-directory that is called ``a@30`` is that directory.
+Every call that reads takes them. An existing path with that name takes precedence.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _SHOWN_STEPS = 8
 
 
 def locate(path: str | os.PathLike[str]) -> str:
-    """The absolute path that a path means. Of ``RUN@STEP``, that of the checkpoint.
+    """The absolute path that a path means; for ``RUN@STEP``, the path of that checkpoint.
 
-    `CheckpointNotFound` if that run does not have it; the message names the steps that it has.
+    Raises `CheckpointNotFound` if the run does not have that step. The message names the steps that it has.
     """
     where = local_path(path)
     parts = _split(where)
@@ -41,13 +40,13 @@ def locate(path: str | os.PathLike[str]) -> str:
 
 
 def is_reference(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a name for reading a run's checkpoint, and therefore none to save to."""
+    """Whether this is a short name of a checkpoint, which cannot be saved to."""
     parts = _split(os.path.abspath(os.fspath(path)))
     return parts is not None and _REFERENCE.fullmatch(parts[1]) is not None and bool(list_steps(parts[0]))
 
 
 def _split(where: str) -> tuple[str, str] | None:
-    """The run and what stands behind its @; None if something has that name, or there is no such run."""
+    """The run and the text after its @; None if the path exists, or the run does not."""
     directory, base = os.path.split(where)
     before, at, name = base.rpartition("@")
     if not at or os.path.lexists(where):
@@ -66,7 +65,7 @@ def _chosen(name: str, steps: list[int]) -> int | None:
 
 
 def _has(run: str, steps: list[int], wanted: str = "") -> str:
-    """What a run has instead, in a sentence."""
+    """A sentence about what the run has instead."""
     if not steps:
         runs = runs_in(run)
         if runs:

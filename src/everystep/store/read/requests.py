@@ -16,7 +16,7 @@ from everystep.state import LeafMeta, Restore, Sharding
 
 
 class BoxRequest(Struct, frozen=True, gc=False):
-    """The elements of a box of a leaf, in C order, and where they go: a place for exactly as many."""
+    """The elements of a box of a leaf, in C order, and where they go."""
 
     leaf: str
     box: Box
@@ -26,7 +26,7 @@ class BoxRequest(Struct, frozen=True, gc=False):
 def box_requests(restore: Restore, metas: Mapping[str, LeafMeta], rank: int) -> list[BoxRequest]:
     """What a restore reads straight into the memory of its target, as rank `rank` of the target's meshes.
 
-    Arrays that it wants fresh (`Restore.fresh`) are not among them: they have no memory yet.
+    New arrays (`Restore.fresh`) are not included: they have no memory yet.
     """
     found: list[BoxRequest] = []
     for name, destination in restore.destinations.items():

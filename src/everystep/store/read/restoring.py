@@ -86,9 +86,9 @@ def restore_into(
 
 @dataclass(frozen=True, slots=True)
 class Unrestored:
-    """What one rank's restore left as it was, or left out.
+    """What one rank's restore left unchanged in the target, or did not take from the checkpoint.
 
-    `mismatch`: what the target and the checkpoint do not both have. `kept`: per-rank state of the target that
+    `mismatch`: what only the target or only the checkpoint has. `kept`: per-rank state of the target that
     the checkpoint does not have for this rank. `left_out`: per-rank state of the checkpoint that the target
     has no place for. `beyond`: per-rank state that ranks saved which this world does not have.
     """
@@ -100,7 +100,7 @@ class Unrestored:
 
     @classmethod
     def of(cls, restore: Restore, mismatch: Mismatch, beyond: Collection[str] = ()) -> Unrestored:
-        """`beyond`: the per-rank state of the checkpoint, if ranks that are not there any more have saved."""
+        """`beyond`: the per-rank state of the checkpoint, if more ranks saved it than there are now."""
         kept_out = set(restore.left_out)
         places = [place for place in beyond if place not in kept_out]
         return cls(mismatch, restore.kept, restore.left_out, places)
@@ -130,7 +130,7 @@ class Unrestored:
         return found
 
     def warn(self, path: str, rank: int, world: int, saved_world: int) -> None:
-        """Warns the line of the user's code that asked for the restore."""
+        """Warns, with the line of the user's code that called the restore."""
         for text in self.texts(rank, world, saved_world):
             warnings.warn(f"{path}: {text}", RuntimeWarning, stacklevel=stack_level())
 

@@ -1,7 +1,7 @@
 """From the bytes of a fragment, window by window, to all destinations that take some of its elements.
 
-Windows end anywhere, also inside of an element. So an array is seen as bytes, with a last dimension of the
-size of an element. Then any range of it is a handful of boxes, and so is the part that a destination takes.
+Windows may end inside an element. So an array is treated as bytes, with a last dimension of the size of an
+element. Then any range of it is a handful of boxes, and so is the part that a destination takes.
 """
 
 from __future__ import annotations

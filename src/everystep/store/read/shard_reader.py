@@ -24,7 +24,7 @@ from everystep.store.read.read_errors import open_stored, patiently, reading, re
 class FragmentRequest(Struct, frozen=True, gc=False):
     """Some bytes of a fragment of a leaf, in file number `file`, and where they go.
 
-    They begin where checksum number `chunk` of the fragment does, or they are not to be verified.
+    If they are verified, they begin where checksum number `chunk` of the fragment does.
     """
 
     leaf: str
@@ -41,7 +41,7 @@ def request_fragment(leaf: str, fragment: Fragment, destination: Destination | U
 def request_range(
     leaf: str, fragment: Fragment, span: ByteRange, chunk_nbytes: int, destination: Destination | Unkept
 ) -> FragmentRequest:
-    """Some bytes of a fragment: whole chunks of it, unless they are not to be verified."""
+    """Some bytes of a fragment: whole chunks, if they are verified."""
     first, last = span.start // chunk_nbytes, -(-span.stop // chunk_nbytes)
     checksums = fragment.chunks[first * HEX_DIGITS : last * HEX_DIGITS]
     return FragmentRequest(
@@ -241,9 +241,9 @@ class ShardReader:
             )
 
     def visible_damage(self, *, far: bool = True) -> VerifyProblem | None:
-        """The damage that shows without reading: a shard that is gone, or has another size.
+        """The damage that shows without reading: a shard that is missing, or has the wrong size.
 
-        `far`: a shard on a volume of another host counts as gone when it cannot be reached from here.
+        `far`: a shard on a volume of another host counts as damaged if it cannot be reached from here.
         """
         for file in self._part.files:
             problem = patiently(partial(self._visible_problem, file))
@@ -280,7 +280,7 @@ class ShardReader:
 
     def backend(self, file: ShardFile) -> engine.Backend:
         """How to read it."""
-        # By name: what holds a file open by descriptor does not say on which device it is.
+        # By name: a path through a descriptor does not say on which device the file is.
         allow_other_files = os.path.join(file.volume or self._hold.directory, file.name)
         return engine.choose_read_backend(allow_other_files, self._tuning.backend)
 

@@ -104,10 +104,10 @@ def verify(
 
 
 def visible_damage(checkpoint: Checkpoint, *, far: bool = True) -> VerifyProblem | None:
-    """The damage that shows without reading arrays: a part or shard that is gone, or another.
+    """The damage that shows without reading arrays: a part or shard that is missing or has the wrong size.
 
-    `far`: also of shards on volumes of other hosts that cannot be reached from here. Raises `ReadFailed` if
-    the files cannot be examined.
+    `far`: shards on volumes of other hosts that cannot be reached from here count as damaged. Raises
+    `ReadFailed` if the files cannot be examined.
     """
     parts = checkpoint._parts
     if checkpoint._misplaced is not None:
@@ -184,7 +184,7 @@ def _is_shard_of(name: str, rank: int) -> bool:
 
 
 def _disagreements(parts: Parts) -> list[VerifyProblem]:
-    """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
+    """Problems that show only with all parts: whether they fit together, and hold every leaf once."""
     try:
         check_agreement(parts)
         return problems_of_whole(parts)
@@ -206,7 +206,7 @@ def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: 
     for leaf in part.leaves:
         fragments = [fragment for fragment in leaf.fragments if fragment.file == index]
         stored = carrier(leaf.dtype)
-        # Entries are numbered in the order in which the writer came to the fragments: any will do.
+        # The writer numbers entries in the order in which it comes to the fragments: any order is right.
         leaf_of.update((entry_name(leaf.name, number), leaf.name) for number in range(len(fragments)))
         expected.update(
             HeaderEntry(

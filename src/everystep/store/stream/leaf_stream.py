@@ -85,7 +85,7 @@ class LeafStream:
                 at += stop - start
         self._current: _Window | None = None
         self._ahead: dict[int, Future[_Window]] = {}
-        self._buffers: list[Bytes] = []  # to be used again: fresh memory costs as much as reading into it
+        self._buffers: list[Bytes] = []  # reused: fresh memory costs as much as reading into it
         roomy = checkpoint._reader.window_nbytes >= _LEAST_NBYTES
         self._most_ahead = _AHEAD if roomy else int(alone)
         self._pool = ThreadPoolExecutor(_READERS if roomy else 1, "everystep-stream")

@@ -1,6 +1,6 @@
 """The bytes of leaves, a bounded window at a time: many small leaves together, large ones in pieces.
 
-What the bytes mean is the caller's business.
+It does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class LeafSize:
-    """How many bytes a leaf has, and of how many an element."""
+    """The size of a leaf, and of an element of it."""
 
     nbytes: int
     itemsize: int
@@ -46,7 +46,7 @@ class LeafRange:
 
 
 def windows(leaves: Iterable[LeafSize], limit: int = WINDOW_NBYTES) -> Iterator[tuple[LeafRange, ...]]:
-    """Cuts leaves into windows of at most `limit` bytes, in order, between elements. Empty leaves: none."""
+    """Cuts leaves into windows of at most `limit` bytes, in order, between elements."""
     gathered: list[LeafRange] = []
     left = limit
     for index, leaf in enumerate(leaves):
@@ -75,7 +75,7 @@ class WindowReader:
     def read(self, ranges: Sequence[LeafRange], names: Sequence[str], memory: Bytes | None = None) -> Bytes:
         """The ranges' bytes, one after the other; `names` are the stored leaves that their indexes mean.
 
-        They are at the start of `memory`, if that has the room, else in memory of their own.
+        They are at the start of `memory` if there is room, otherwise in new memory.
         """
         nbytes = sum(span.nbytes for span in ranges)
         if memory is None or len(memory) < nbytes:

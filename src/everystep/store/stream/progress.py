@@ -1,4 +1,4 @@
-"""How a long function tells how far it is."""
+"""How a long function reports its progress."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ Progress = Callable[[int, int], None]
 
 
 def no_progress(done_nbytes: int, total_nbytes: int) -> None:
-    """The default: nobody is told."""
+    """The default: does nothing."""

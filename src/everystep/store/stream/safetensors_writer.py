@@ -1,6 +1,6 @@
 """One safetensors file out of leaves of a checkpoint: streamed through bounded memory, and synced.
 
-The name that the file gets in the end, and when, is the caller's business.
+The caller gives the file its final name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class FileEntry:
 class SafetensorsFile:
     """A file to be written. `tied`: names that are left out, and the one that has the same bytes.
 
-    `prefix`: what the names have lost; a reader of ours puts it back. `made_for`: the framework that the file
-    is said to be for; by default that of the leaves.
+    `prefix`: what was removed from the names; our reader puts it back. `made_for`: the framework that the
+    file names; by default that of the leaves.
     """
 
     def __init__(
