@@ -21,7 +21,7 @@ from everystep.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, St
 from everystep.format.geometry import whole
 from everystep.store.stream.element_casts import cast
 from everystep.universal import conversion
-from everystep.universal.opening import ForeignCheckpoint
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.source import SourceFragment, SourceLeaf
 from support.foreign.dcp_directories import load_all
 from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf

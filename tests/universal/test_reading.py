@@ -18,7 +18,7 @@ import everystep
 from everystep import universal
 from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.format.geometry import Box, whole
-from everystep.universal.opening import ForeignCheckpoint
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
 from support.foreign.source_leaves import source_of_leaves

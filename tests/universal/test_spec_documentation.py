@@ -11,7 +11,7 @@ import pytest
 
 from everystep.universal import Spec
 from everystep.universal.rules import Rule
-from everystep.universal.split import Target, split
+from everystep.universal.split import TargetLayout, split
 from everystep.universal.union import union
 from support.worlds.rank_tensors import carry_out, read_leaf, store
 
@@ -37,7 +37,7 @@ def rule_of(number: int, name: str) -> Rule:
 def test_grouped_queries_are_cut_and_joined(tmp_path: Path, number: int, tp: int) -> None:
     found = rule_of(number, "model.layers.0.self_attn.qkv_proj.weight")
     whole = np.arange(6144, dtype=np.float32)
-    plans = split("qkv", whole.shape, found, Target(tp=tp))
+    plans = split("qkv", whole.shape, found, TargetLayout(tp=tp))
     held = [carry_out(plan, whole) for plan in plans if plan is not None]
     width = 4096 // tp
     np.testing.assert_array_equal(held[-1][:width], np.arange(4096 - width, 4096))

@@ -29,7 +29,7 @@ from everystep.universal import (
 from everystep.universal.cuts import chunked, even
 from everystep.universal.rules import Layout, Pad
 from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
-from everystep.universal.split import Target, split, stage_layers
+from everystep.universal.split import TargetLayout, split, stage_layers
 from everystep.universal.union import union
 from support.worlds.rank_tensors import Array, carry_out, lying_at, read_fragments, read_leaf, store
 
@@ -39,7 +39,7 @@ def numbers(*shape: int) -> Array:
     return np.arange(1, np.prod(shape, dtype=int) + 1, dtype=np.float32).reshape(shape)
 
 
-def spread(folder: Path, whole: Array, found: Rule, target: Target) -> list[list[SourceLeaf]]:
+def spread(folder: Path, whole: Array, found: Rule, target: TargetLayout) -> list[list[SourceLeaf]]:
     """The files of all ranks."""
     ranks: list[list[SourceLeaf]] = []
     for rank, plan in enumerate(split("p", whole.shape, found, target)):
@@ -107,17 +107,19 @@ def test_split_union_split_is_exact(case: tuple[tuple[int, ...], Rule, int, int]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         known = shape if str(found.layout) == "flat" else None
-        leaf = union("p", found, spread(folder, whole, found, Target(first, 1, divisible_by)), shape=known)
+        leaf = union(
+            "p", found, spread(folder, whole, found, TargetLayout(first, 1, divisible_by)), shape=known
+        )
         np.testing.assert_array_equal(read_leaf(leaf), whole)
         kept = {file.name: file.read_bytes() for file in folder.iterdir()}
         other = folder / "other"
         other.mkdir()
-        again = union("p", found, spread(other, read_leaf(leaf), found, Target(second)), shape=known)
+        again = union("p", found, spread(other, read_leaf(leaf), found, TargetLayout(second)), shape=known)
         if again.reduce != "mean" or second & (second - 1) == 0:
             np.testing.assert_array_equal(read_leaf(again), whole)
         third = folder / "third"
         third.mkdir()
-        spread(third, read_leaf(leaf), found, Target(first, 1, divisible_by))
+        spread(third, read_leaf(leaf), found, TargetLayout(first, 1, divisible_by))
         for file in third.iterdir():
             assert file.read_bytes() == kept[file.name]
 
@@ -204,12 +206,12 @@ def test_ranks_with_different_numbers_of_heads(tmp_path: Path) -> None:
 def test_padding_is_stripped_and_added_for_the_target(tmp_path: Path) -> None:
     words = numbers(50, 4)
     found = rule("*", shard(0), pad(0, 50))
-    plans = split("p", (50, 4), found, Target(tp=4, divisible_by=8))
+    plans = split("p", (50, 4), found, TargetLayout(tp=4, divisible_by=8))
     assert [plan.shape for plan in plans if plan is not None] == [(16, 4)] * 4
     assert plans[3] is not None
     assert [box.shape for box in plans[3].zeros] == [(14, 4)]
     assert (carry_out(plans[3], words)[2:] == 0).all()
-    leaf = union("p", found, spread(tmp_path, words, found, Target(tp=4, divisible_by=8)))
+    leaf = union("p", found, spread(tmp_path, words, found, TargetLayout(tp=4, divisible_by=8)))
     assert leaf.shape == (50, 4)
     np.testing.assert_array_equal(read_leaf(leaf), words)
 
@@ -327,7 +329,7 @@ def test_a_rule_that_does_not_fit_names_parameter_rule_and_shapes(
 )
 def test_a_split_that_does_not_fit_names_them_too(found: Rule, shape: tuple[int, ...], reason: str) -> None:
     with pytest.raises(SpecError, match=reason) as caught:
-        split("h.0.w", shape, found, Target(tp=3))
+        split("h.0.w", shape, found, TargetLayout(tp=3))
     assert "parameter 'h.0.w'" in str(caught.value)
     assert str(list(shape)) in str(caught.value)
 
@@ -356,7 +358,7 @@ def test_layers_go_to_stages_in_order() -> None:
     assert stage_layers(7, 3) == (range(0, 3), range(3, 5), range(5, 7))
     assert stage_layers(1, 2) == (range(0, 1), range(1, 1))
     with pytest.raises(SpecError, match="tp must be at least 1"):
-        Target(tp=0)
+        TargetLayout(tp=0)
 
 
 def test_the_check_of_these_tests_sees_what_is_missing(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.shard_reader import VerifyProblem
 from everystep.store.read.verify import VerifyReport
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.inflation import refuse_bomb
-from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_copies
 from everystep.universal.recognition import describe
 from everystep.universal.torch_file.zip_reader import (

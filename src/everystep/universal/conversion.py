@@ -15,14 +15,14 @@ from everystep.store import Options, checked_options
 from everystep.store.read.checkpoint import Checkpoint, open_newest
 from everystep.store.stream.progress import Progress, no_progress
 from everystep.universal.atomic_output import sweep
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.hf.source import carried_files
 from everystep.universal.items import Item, Job, OutputFile, choose, items_of, tree_of, type_named
-from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_copies
 from everystep.universal.recognition import describe, find_reader, reader_of
 from everystep.universal.spec import Spec
-from everystep.universal.split import Target
-from everystep.universal.writers import WRITERS, Writer
+from everystep.universal.split import TargetLayout
+from everystep.universal.writers import WRITERS, SystemWriter
 
 TargetKind = Literal["everystep", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
@@ -48,16 +48,28 @@ _OF_OTHERS = frozenset(
         ".zip",
     )
 )
-"""Who names these asks for a file that is not written here, and not for a directory of that name."""
+"""Endings of files that Everystep cannot write. Without this list it would make a directory of that name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What `convert` wrote, or would write (`dry_run`).
+    """What `convert` wrote, or would write.
 
-    `nbytes` counts the leaves. `left_out` are leaves of the source that were not written, `tied` further
-    names of leaves that were, `casts` leaves whose type was changed. `step` is None if the source states
-    none. `notes`: what the user should know.
+    Attributes:
+        source: The path that was read.
+        kind: The system that wrote it.
+        path: The path that was written.
+        to: The system it was written for.
+        step: The source's step; None if it states none.
+        leaves: How many leaves were written.
+        nbytes: Their bytes.
+        files: The files, and their sizes.
+        left_out: How many leaves of the source were not written.
+        tied: How many further names the written leaves have.
+        casts: How many leaves have another type than in the source.
+        verified: Whether the result was read again and compared.
+        dry_run: Whether nothing was written.
+        notes: What the user should know.
     """
 
     source: str
@@ -99,23 +111,34 @@ def convert(
 ) -> Converted:
     """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
 
-    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how `src` lays out
-    its parameters, or the path of such a file (docs/universal-spec.md); of a target that cuts parameters, how
-    it does. `to`: ``everystep``, ``safetensors``, ``hf``, ``torch``, ``dcp``, ``ds-universal`` or
-    ``megatron``; by default what the end of `dst` says, else ``everystep``. `select`: globs of leaves; by
-    default all, and of a target for weights alone those of the model. Names of a model lose ``model.`` there.
-    `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both sides again and compares
-    them, before `dst` appears; False saves that time.
-    `dry_run`: writes nothing, and tells what would be written. `copy_from`: a ``config.json``, or a directory
-    with it and a tokenizer, for a Hugging Face target; those of a Hugging Face source are carried along
-    anyway. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,
-    if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result with.
-    `as_training`: whether a file that a training of any kind may have written is arranged into ``model`` and
-    ``optimizer`` (docs/universal.md). By default it is where the target or `dtype` needs to know the model;
-    else the result has what the system's own library loads.
+    `dst` appears whole or not at all. Memory is bounded by `options.memory_nbytes` and the largest computed
+    leaf, however large the checkpoint is.
 
-    Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
-    `dst` appears whole or not at all. `overwrite` replaces a file or an Everystep checkpoint, no directory.
+    Args:
+        src: The checkpoint to read: a file or a directory.
+        dst: The path to write.
+        kind: The system that wrote `src`. By default its files say it.
+        spec: How `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). If `src`
+            has whole parameters and the target cuts them, how the target does.
+        to: ``everystep``, ``safetensors``, ``hf``, ``torch``, ``dcp``, ``ds-universal`` or ``megatron``. By
+            default what the end of `dst` says, else ``everystep``.
+        select: Globs of leaves. By default all, and for a target that holds weights alone those of the model,
+            whose names lose ``model.`` there.
+        dtype: The type to cast floating-point leaves to, except an optimizer's.
+        verify: Read both sides again and compare them before `dst` appears. False saves that time.
+        dry_run: Write nothing, and return what would be written.
+        overwrite: Replace a file or an Everystep checkpoint at `dst`. A directory of another kind stays.
+        max_shard_nbytes: The size at which a target with several files begins the next one.
+        copy_from: A ``config.json``, or a directory with it and a tokenizer, for a Hugging Face target. Those
+            of a Hugging Face source are copied anyway.
+        tp: Into how many tensor-parallel ranks the target cuts the parameters, if it does.
+        pp: Into how many pipeline stages.
+        zero_stage: The stage of ZeRO that DeepSpeed will load the result with.
+        as_training: Whether to arrange what `src` has into ``model`` and ``optimizer`` (docs/universal.md).
+            By default it is arranged where the target or `dtype` needs to know the model; else the result has
+            what the system's own library loads.
+        options: Memory and other settings.
+        progress: Called with the bytes done and the bytes in all.
 
     >>> import everystep, numpy, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -197,7 +220,7 @@ def target_kinds() -> list[str]:
     return [writer.kind for writer in WRITERS]
 
 
-def _writer(to: str | None, path: str) -> Writer:
+def _writer(to: str | None, path: str) -> SystemWriter:
     suffix = os.path.splitext(path)[1]
     if to is None and suffix in _OF_OTHERS:
         known = ", ".join(_BY_SUFFIX)
@@ -212,7 +235,7 @@ def _writer(to: str | None, path: str) -> Writer:
     raise ValueError(f"unknown target {kind!r}: known are {', '.join(target_kinds())}")
 
 
-def _layout(writer: Writer, tp: int, pp: int, zero_stage: int | None) -> Target:
+def _layout(writer: SystemWriter, tp: int, pp: int, zero_stage: int | None) -> TargetLayout:
     for name, number in (("tp", tp), ("pp", pp)):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
@@ -225,7 +248,7 @@ def _layout(writer: Writer, tp: int, pp: int, zero_stage: int | None) -> Target:
         raise ValueError(f"zero_stage is for targets that DeepSpeed loads, not for {writer.kind}")
     if zero_stage not in (None, 1, 2, 3):
         raise ValueError(f"zero_stage must be 1, 2 or 3, not {zero_stage}")
-    return Target(tp=tp, pp=pp)
+    return TargetLayout(tp=tp, pp=pp)
 
 
 def _open(
@@ -247,7 +270,11 @@ def _open(
 
 
 def _view(
-    checkpoint: ForeignCheckpoint, writer: Writer, cast: str | None, spec: Spec | None, asked: bool | None
+    checkpoint: ForeignCheckpoint,
+    writer: SystemWriter,
+    cast: str | None,
+    spec: Spec | None,
+    asked: bool | None,
 ) -> bool | None:
     """Whether the source is arranged as a training state; None leaves it as its reader does."""
     if spec is not None:
@@ -283,7 +310,7 @@ def _carried(checkpoint: Checkpoint, copy_from: str | os.PathLike[str] | None) -
     return tuple(found.values())
 
 
-def _refuse_opaque(checkpoint: Checkpoint, items: Iterable[Item], writer: Writer) -> None:
+def _refuse_opaque(checkpoint: Checkpoint, items: Iterable[Item], writer: SystemWriter) -> None:
     found = [(item.name, named[0]) for item in items if (named := opaque(item.dtype)) is not None]
     if found and not writer.keeps_opaque:
         name, dtype = found[0]
@@ -294,7 +321,7 @@ def _refuse_opaque(checkpoint: Checkpoint, items: Iterable[Item], writer: Writer
 
 
 def _refuse_arranged_lightning(source: str, tree: Node) -> None:
-    """A ``.ckpt`` of a training of Lightning that Lightning could not load would be found out too late."""
+    """Lightning could not load such a ``.ckpt``, and the user would find out too late."""
     keys = {key for key, _ in pairs_of(tree) or ()}
     if "pytorch-lightning_version" in keys and "state_dict" not in keys:
         raise UnsupportedSource(

@@ -1,7 +1,7 @@
 """How a dimension is cut over ranks: by `shard` and `fused`, in both directions.
 
 `cut_whole` cuts a dimension of known length, for a writer. `join_widths` finds out how it was cut from the
-lengths that the ranks hold, for a reader. Both give, for each rank, its segments in the order in which it
+lengths that the ranks hold, for a reader. Both give, for each rank, its ranges in the order in which it
 holds them.
 """
 
@@ -28,7 +28,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RankRange:
     """`length` elements along the dimension: from `start` of the whole, from `at` of what the rank holds."""
 
     start: int
@@ -56,11 +56,11 @@ def chunked(size: int, pieces: int) -> list[int]:
     return [max(0, min(step, size - number * step)) for number in range(pieces)]
 
 
-def cut_whole(layout: Shard | Fused, size: int, ranks: int) -> list[list[Segment]]:
-    """The segments of each rank, of a dimension of length `size`. What does not divide is cut by `even`."""
+def cut_whole(layout: Shard | Fused, size: int, ranks: int) -> list[list[RankRange]]:
+    """The ranges of each rank, of a dimension of length `size`. What does not divide is cut by `even`."""
     pieces = _pieces(layout, ranks)
     if isinstance(layout, Shard):
-        return _segments([even(size, pieces[0])], ranks)
+        return _ranges([even(size, pieces[0])], ranks)
     sizes = [part.size for part in layout.parts]
     if layout.shares:
         unit, rest = divmod(size, sum(sizes))
@@ -69,18 +69,18 @@ def cut_whole(layout: Shard | Fused, size: int, ranks: int) -> list[list[Segment
         sizes = [unit * share for share in sizes]
     elif sum(sizes) != size:
         raise DoesNotFit(f"the parts add up to {sum(sizes)}, but the length is {size}")
-    return _segments([even(*pair) for pair in zip(sizes, pieces, strict=True)], ranks)
+    return _ranges([even(*pair) for pair in zip(sizes, pieces, strict=True)], ranks)
 
 
-def join_widths(layout: Shard | Fused, widths: Sequence[int]) -> tuple[int, list[list[Segment]]]:
-    """The length of the whole, and the segments of each rank, out of the length that each rank holds."""
+def join_widths(layout: Shard | Fused, widths: Sequence[int]) -> tuple[int, list[list[RankRange]]]:
+    """The length of the whole, and the ranges of each rank, out of the length that each rank holds."""
     ranks = len(widths)
     pieces = _pieces(layout, ranks)
     if isinstance(layout, Shard):
         lengths = [_of_groups(widths, pieces[0])]
     else:
         lengths = _join_parts(layout, widths, pieces)
-    return sum(map(sum, lengths)), _segments(lengths, ranks)
+    return sum(map(sum, lengths)), _ranges(lengths, ranks)
 
 
 def _join_parts(layout: Fused, widths: Sequence[int], pieces: list[int]) -> list[list[int]]:
@@ -98,7 +98,7 @@ def _join_parts(layout: Fused, widths: Sequence[int], pieces: list[int]) -> list
         raise DoesNotFit(f"the ranks hold {sum(widths)} in all, but by the parts they would hold {held}")
     for cut in (even, chunked):
         lengths = [cut(*pair) for pair in zip(sizes, pieces, strict=True)]
-        if [sum(s.length for s in held) for held in _segments(lengths, ranks)] == list(widths):
+        if [sum(s.length for s in held) for held in _ranges(lengths, ranks)] == list(widths):
             return lengths
     return _in_proportion(sizes, times, pieces, widths)
 
@@ -141,20 +141,20 @@ def _of_groups(widths: Sequence[int], pieces: int) -> list[int]:
     return list(widths[::group])
 
 
-def _segments(lengths: list[list[int]], ranks: int) -> list[list[Segment]]:
+def _ranges(lengths: list[list[int]], ranks: int) -> list[list[RankRange]]:
     """Of each rank, given the lengths of the pieces of each part."""
     starts: list[list[int]] = []
     begin = 0
     for part in lengths:
         starts.append([begin + sum(part[:number]) for number in range(len(part))])
         begin += sum(part)
-    held: list[list[Segment]] = []
+    held: list[list[RankRange]] = []
     for rank in range(ranks):
-        mine: list[Segment] = []
+        mine: list[RankRange] = []
         at = 0
         for part, where in zip(lengths, starts, strict=True):
             number = rank * len(part) // ranks
-            mine.append(Segment(where[number], at, part[number]))
+            mine.append(RankRange(where[number], at, part[number]))
             at += part[number]
         held.append(mine)
     return held

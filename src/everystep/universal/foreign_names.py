@@ -51,14 +51,14 @@ def _leads_back(spec: Spec, rule: Rule, before: str, name: str) -> bool:
 def _reversed(pattern: Pattern, template: str, name: str) -> str | None:
     """What `pattern` matched, if the new name is `name`; None if it cannot have been this pattern."""
     if pattern.regular:
-        pieces = _pieces_of_expression(pattern.text.removeprefix("re:"))
-        expression = _template_expression(template, pieces)
+        tokens = _tokens_of_expression(pattern.text.removeprefix("re:"))
+        expression = _template_expression(template, tokens)
     else:
         if set(pattern.text) & {"?", "["} or pattern.text.count("*") != template.count("*"):
             raise _NotReversible
-        pieces = []
+        tokens = []
         for number, text in enumerate(pattern.text.split("*")):
-            pieces += [text] if number == 0 else [(number, "", ".*?"), text]
+            tokens += [text] if number == 0 else [(number, "", ".*?"), text]
         expression = "".join(
             (f"(?P<g{number}>.*?)" if number else "") + re.escape(text)
             for number, text in enumerate(template.split("*"))
@@ -66,15 +66,15 @@ def _reversed(pattern: Pattern, template: str, name: str) -> str | None:
     matched = re.fullmatch(expression, name, re.DOTALL)
     if matched is None:
         return None
-    return "".join(piece if isinstance(piece, str) else matched[f"g{piece[0]}"] for piece in pieces)
+    return "".join(token if isinstance(token, str) else matched[f"g{token[0]}"] for token in tokens)
 
 
-_Piece = str | tuple[int, str, str]
+_Token = str | tuple[int, str, str]
 """Plain text, or a group: its number, its name, and what it matches."""
 
 
-def _pieces_of_expression(text: str) -> list[_Piece]:
-    pieces: list[_Piece] = []
+def _tokens_of_expression(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
     at = groups = 0
     while at < len(text):
         char = text[at]
@@ -89,21 +89,21 @@ def _pieces_of_expression(text: str) -> list[_Piece]:
             if re.search(r"(?<!\\)\((?!\?:)", inner):
                 raise _NotReversible  # groups inside of groups
             groups += 1
-            pieces.append((groups, name, inner))
+            tokens.append((groups, name, inner))
             at = end + 1
             if text[at : at + 1] in ("*", "+", "?", "{"):
                 raise _NotReversible
         elif char == "\\" and at + 1 < len(text) and not text[at + 1].isalnum():
-            pieces.append(text[at + 1])
+            tokens.append(text[at + 1])
             at += 2
         elif char == "\\" or char in _SPECIAL or char == ")":
             raise _NotReversible
         else:
-            pieces.append(char)
+            tokens.append(char)
             at += 1
             if text[at : at + 1] in ("*", "+", "?", "{"):
                 raise _NotReversible
-    return pieces
+    return tokens
 
 
 def _end_of_group(text: str, at: int) -> int:
@@ -125,9 +125,9 @@ def _end_of_group(text: str, at: int) -> int:
     raise _NotReversible
 
 
-def _template_expression(template: str, pieces: list[_Piece]) -> str:
+def _template_expression(template: str, tokens: list[_Token]) -> str:
     """An expression for the new name, whose groups have the numbers of the pattern's."""
-    groups = [piece for piece in pieces if not isinstance(piece, str)]
+    groups = [token for token in tokens if not isinstance(token, str)]
     by_key = {str(number): (number, inner) for number, _, inner in groups}
     by_key.update({name: (number, inner) for number, name, inner in groups if name})
     out: list[str] = []

@@ -14,7 +14,7 @@ from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.element_casts import FLOATS, little_endian
 from everystep.store.stream.progress import Progress
 from everystep.universal.spec import Spec
-from everystep.universal.split import Target
+from everystep.universal.split import TargetLayout
 
 MODEL: Final = "model."
 _OPTIMIZER = "optimizer."
@@ -55,7 +55,7 @@ class Job:
     verify: bool
     max_shard_nbytes: int
     carried: tuple[str, ...]
-    layout: Target
+    layout: TargetLayout
     spec: Spec | None
     zero_stage: int | None
     tuning: Tuning

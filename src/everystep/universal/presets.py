@@ -37,10 +37,14 @@ def megatron_gpt(
 ) -> tuple[Rule, ...]:
     """Megatron-LM's GPT, in the names of its own modules and in those of Megatron-Core.
 
-    `vocab_size` is the length of the vocabulary without padding; without it the padding stays. `swiglu`: gate
-    and up projection are fused. `tied_output`: the output layer, where a stage has one, is the word
-    embedding. QKV is stored head by head (one group of heads after another), so that ranks follow each other;
-    only version 0 has all queries of a rank first.
+    QKV is stored head by head (one group of heads after another), so that ranks follow each other. Only
+    version 0 has all queries of a rank first.
+
+    Args:
+        vocab_size: The length of the vocabulary without padding. Without it the padding stays.
+        swiglu: Whether gate and up projection are fused.
+        checkpoint_version: Megatron's version of the format.
+        tied_output: Whether the output layer, where a stage has one, is the word embedding.
     """
     vocabulary: tuple[Pad, ...] = () if vocab_size is None else (pad(0, vocab_size),)
     qkv: Layout = fused(0, 3) if checkpoint_version < 1 else shard(0)
@@ -77,7 +81,9 @@ def megatron_gpt(
 def llama(*, vocab_size: int | None = None, qkv: Sequence[int] | None = None) -> tuple[Rule, ...]:
     """Llama-style models under tensor parallelism, in the module names of Hugging Face and of Meta.
 
-    `qkv` are the numbers of query, key and value heads (or the sizes), for models that fuse the three.
+    Args:
+        vocab_size: The length of the vocabulary without padding. Without it the padding stays.
+        qkv: The numbers of query, key and value heads (or the sizes), for models that fuse the three.
     """
     vocabulary: tuple[Pad, ...] = () if vocab_size is None else (pad(0, vocab_size),)
     fused_qkv: tuple[Rule, ...] = ()
@@ -101,7 +107,8 @@ def llama(*, vocab_size: int | None = None, qkv: Sequence[int] | None = None) ->
 def huggingface(*, tied_output: str | None = None) -> tuple[Rule, ...]:
     """Whole parameters in the names of Hugging Face: wrappers' prefixes are taken away.
 
-    `tied_output` names the embedding that ``lm_head.weight`` is tied to.
+    Args:
+        tied_output: The embedding that ``lm_head.weight`` is tied to.
     """
     wrapped = r"(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.)*"
     head: tuple[Rule, ...] = ()

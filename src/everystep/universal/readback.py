@@ -11,8 +11,8 @@ from everystep.errors import CorruptCheckpoint
 from everystep.state.torch_arrays import load_torch
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.items import Item, Job
-from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.recognition import describe
 from everystep.universal.source import SourceLeaf
 from everystep.universal.state_tree import source_of

@@ -21,7 +21,7 @@ from everystep.universal.torch_file import source as torch_save
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class SystemReader:
     """How the checkpoints of a system are known and described.
 
     `kind` is its name, as ``--kind`` takes it, `wanted` the files that it looks for, in words. `looks_like`
@@ -42,17 +42,19 @@ class Reader:
     parameters: Callable[[str], list[str]] | None = None
 
 
-READERS: tuple[Reader, ...] = (
-    Reader(ds_universal.KIND, ds_universal.WANTED, ds_universal.looks_like, ds_universal.describe),
-    Reader(deepspeed.KIND, deepspeed.WANTED, deepspeed.looks_like, deepspeed.describe, deepspeed.parameters),
-    Reader(megatron_core.KIND, megatron_core.WANTED, megatron_core.looks_like, megatron_core.describe),
-    Reader(dcp.KIND, dcp.WANTED, dcp.looks_like, dcp.describe),
-    Reader(dcp_hf.KIND, dcp_hf.WANTED, dcp_hf.looks_like, dcp_hf.describe),
-    Reader(megatron.KIND, megatron.WANTED, megatron.looks_like, megatron.describe, megatron.parameters),
-    Reader(npz.KIND, npz.WANTED, npz.looks_like, npz.describe),
-    Reader(hdf5.KIND, hdf5.WANTED, hdf5.looks_like, hdf5.describe),
-    Reader(torch_save.KIND, torch_save.WANTED, torch_save.looks_like, torch_save.describe),
-    Reader(hf.KIND, hf.WANTED, hf.looks_like, hf.describe),
-    Reader(safetensors.KIND, safetensors.WANTED, safetensors.looks_like, safetensors.describe),
+READERS: tuple[SystemReader, ...] = (
+    SystemReader(ds_universal.KIND, ds_universal.WANTED, ds_universal.looks_like, ds_universal.describe),
+    SystemReader(
+        deepspeed.KIND, deepspeed.WANTED, deepspeed.looks_like, deepspeed.describe, deepspeed.parameters
+    ),
+    SystemReader(megatron_core.KIND, megatron_core.WANTED, megatron_core.looks_like, megatron_core.describe),
+    SystemReader(dcp.KIND, dcp.WANTED, dcp.looks_like, dcp.describe),
+    SystemReader(dcp_hf.KIND, dcp_hf.WANTED, dcp_hf.looks_like, dcp_hf.describe),
+    SystemReader(megatron.KIND, megatron.WANTED, megatron.looks_like, megatron.describe, megatron.parameters),
+    SystemReader(npz.KIND, npz.WANTED, npz.looks_like, npz.describe),
+    SystemReader(hdf5.KIND, hdf5.WANTED, hdf5.looks_like, hdf5.describe),
+    SystemReader(torch_save.KIND, torch_save.WANTED, torch_save.looks_like, torch_save.describe),
+    SystemReader(hf.KIND, hf.WANTED, hf.looks_like, hf.describe),
+    SystemReader(safetensors.KIND, safetensors.WANTED, safetensors.looks_like, safetensors.describe),
 )
 """In the order in which they are asked: the more particular ones first."""

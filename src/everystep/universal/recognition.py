@@ -7,7 +7,7 @@ import os
 from everystep.errors import CheckpointNotFound, UnsupportedSource
 from everystep.paths import local_path
 from everystep.store.names import PARTIAL, RETIRED
-from everystep.universal.readers import READERS, Reader
+from everystep.universal.readers import READERS, SystemReader
 from everystep.universal.source import Source
 from everystep.universal.spec import Spec
 from everystep.universal.whole_source import apply_spec
@@ -33,14 +33,14 @@ def recognise(path: str | os.PathLike[str]) -> str:
     return found.kind
 
 
-def find_reader(path: str) -> Reader | None:
+def find_reader(path: str) -> SystemReader | None:
     """The reader of a checkpoint; None if no reader knows it."""
     if path.endswith((PARTIAL, RETIRED)) or not os.path.exists(path):
         return None
     return next((reader for reader in READERS if reader.looks_like(path) is not None), None)
 
 
-def reader_of(kind: str) -> Reader | None:
+def reader_of(kind: str) -> SystemReader | None:
     """The reader of a kind; None if there is none of this name."""
     return next((reader for reader in READERS if reader.kind == kind), None)
 
@@ -51,11 +51,15 @@ def describe(
     spec: Spec | None = None,
     as_training: bool | None = None,
 ) -> Source:
-    """The description of a foreign checkpoint. `kind`: the system that wrote it, if that is known.
+    """The description of a foreign checkpoint.
 
-    `as_training`: arranged as a training state, or as the system's own library loads it. By default only
-    what a training wrote is arranged (DeepSpeed, Megatron, Lightning, a Trainer, Hugging Face models), and
-    what a `spec` is for.
+    Args:
+        path: The checkpoint.
+        kind: The system that wrote it. By default its files say it.
+        spec: How it lays out its parameters.
+        as_training: Whether to arrange it as a training state, not as the system's own library loads it. By
+            default only what a training wrote is arranged (DeepSpeed, Megatron, Lightning, a Trainer, Hugging
+            Face models), and what a `spec` is for.
     """
     where = local_path(path)
     if kind == "auto":

@@ -46,7 +46,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FusedPart:
     """One of the tensors that are fused into a parameter.
 
     `size` is its length along the dimension, or its share. It is cut into `pieces`, which must divide the
@@ -91,7 +91,7 @@ class Fused:
     """
 
     dim: int
-    parts: tuple[Part, ...]
+    parts: tuple[FusedPart, ...]
     shares: bool = False
 
     def __post_init__(self) -> None:
@@ -186,7 +186,11 @@ class Rule:
 
 
 def rule(match: str, *what: Layout | Pad | Rename | Tied) -> Rule:
-    """A rule for the parameters that `match` names: a glob, or a regular expression after ``re:``.
+    """A rule for the parameters whose names match.
+
+    Args:
+        match: A glob for whole names (``*`` also matches dots), or a regular expression after ``re:``.
+        what: At most one layout, one `rename` and one `tied`, and a `pad` for each padded dimension.
 
     >>> str(rule("*.embed.weight", shard(0), pad(0, 32000)))
     'shard(0), pad(0, to 32000)'
@@ -221,36 +225,53 @@ def replicated() -> Replicated:
 
 
 def partial(reduce: Literal["mean", "sum"] = "mean") -> Partial:
-    """Every rank has changed its copy on its own; the parameter is their mean or sum."""
+    """Every rank has changed its copy on its own; the parameter is their mean or sum.
+
+    Args:
+        reduce: ``"mean"`` or ``"sum"``.
+    """
     return Partial(reduce)
 
 
 def shard(dim: int, pieces: int | None = None) -> Shard:
-    """Cut along a dimension, into one piece for each rank or into `pieces` that groups of ranks share."""
+    """Cut along a dimension.
+
+    Args:
+        dim: The dimension.
+        pieces: How many pieces there are, if groups of ranks share one. By default each rank has its own.
+    """
     return Shard(dim, pieces)
 
 
-def part(size: int, pieces: int | None = None) -> Part:
-    """A part of `fused`: its size, and into how many pieces it is cut if not one for each rank."""
-    return Part(size, pieces)
+def part(size: int, pieces: int | None = None) -> FusedPart:
+    """A part of `fused`.
+
+    Args:
+        size: Its length along the dimension, or its share.
+        pieces: Into how many pieces it is cut. By default each rank has its own.
+    """
+    return FusedPart(size, pieces)
 
 
 def fused(
     dim: int,
-    parts: int | Sequence[int | Part] | None = None,
+    parts: int | Sequence[int | FusedPart] | None = None,
     *,
-    shares: Sequence[int | Part] | None = None,
+    shares: Sequence[int | FusedPart] | None = None,
 ) -> Fused:
     """Several tensors in one, each cut over the ranks by itself.
 
-    `parts` are their sizes along the dimension, or the number of equal ones. `shares` say only how they
-    relate: ``fused(0, shares=[4, 1, 1])`` is the QKV of a model with four query heads for each key head.
+    Args:
+        dim: The dimension.
+        parts: Their sizes along it, or the number of equal ones.
+        shares: Instead of sizes, how they relate: ``fused(0, shares=[4, 1, 1])`` is the QKV of a model with
+            four query heads for each key head.
     """
     if (parts is None) == (shares is None):
         raise SpecError("fused takes either parts or shares")
     if isinstance(parts, int):
         _require_number("the number of parts", parts, least=1)
-        return Fused(dim, (Part(1),) * parts, shares=True)
+        return Fused(dim, (FusedPart(1),) * parts, shares=True)
     return Fused(dim, _parts(parts if shares is None else shares), shares=shares is not None)
 
 
@@ -260,22 +281,35 @@ def flat() -> Flat:
 
 
 def pad(dim: int, to: int) -> Pad:
-    """A dimension (the vocabulary's) is padded in the files; its true length is `to`."""
+    """A dimension, as a rule the vocabulary's, is padded in the files.
+
+    Args:
+        dim: The dimension.
+        to: Its true length.
+    """
     return Pad(dim, to)
 
 
 def tied(to: str) -> Tied:
-    """The same parameter as `to`, which is named as it is after renaming."""
+    """The same parameter as another one.
+
+    Args:
+        to: The other one's name, after renaming.
+    """
     return Tied(to)
 
 
 def rename(to: str) -> Rename:
-    """Another name; see `Rename` for what stands in it."""
+    """Another name.
+
+    Args:
+        to: The name. `Rename` says how it refers to what the pattern matched.
+    """
     return Rename(to)
 
 
-def _parts(given: Iterable[int | Part] | None) -> tuple[Part, ...]:
-    return tuple(found if isinstance(found, Part) else Part(found) for found in given or ())
+def _parts(given: Iterable[int | FusedPart] | None) -> tuple[FusedPart, ...]:
+    return tuple(found if isinstance(found, FusedPart) else FusedPart(found) for found in given or ())
 
 
 def _require_number(what: str, value: object, least: int = 0) -> None:

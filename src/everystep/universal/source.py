@@ -1,8 +1,8 @@
 """What a foreign checkpoint holds, and where its bytes lie: the records that every reader of a system makes.
 
 A reader (`everystep.universal.readers`) reads the metadata of a checkpoint and describes it with these
-records. It reads no arrays. `everystep.universal.opening` turns the description into the records of our own
-format, so one path reads native and foreign checkpoints.
+records. It reads no arrays. `everystep.universal.foreign_checkpoint` turns the description into the records
+of our own format, so one path reads native and foreign checkpoints.
 """
 
 from __future__ import annotations

@@ -49,6 +49,9 @@ class Spec:
     h.0.norm.weight: rule 1 ('*.norm.weight'): replicated
     h.0.mlp.weight: rule 2 ('*.weight'): shard(0)
     h.0.mlp.bias: no rule matches
+
+    Args:
+        rules: The rules, in the order in which they are tried.
     """
 
     rules: tuple[Rule, ...]
@@ -66,7 +69,11 @@ class Spec:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Spec:
-        """Reads a TOML file (the grammar is in docs/universal-spec.md)."""
+        """Reads a TOML file (the grammar is in docs/universal-spec.md).
+
+        Args:
+            path: The file.
+        """
         from everystep.universal.spec_file import read_spec
 
         return cls(read_spec(path))
@@ -80,9 +87,11 @@ class Spec:
 
     @classmethod
     def preset(cls, name: str, **options: object) -> Spec:
-        """The rules for a known system: ``megatron-gpt``, ``llama``, ``huggingface``.
+        """The rules for a known system.
 
-        See `everystep.universal.presets` for the options of each.
+        Args:
+            name: ``megatron-gpt``, ``llama`` or ``huggingface``.
+            options: Those of the functions in `everystep.universal.presets`.
         """
         from everystep.universal.presets import preset_rules
 
@@ -90,13 +99,21 @@ class Spec:
 
     @classmethod
     def deepspeed(cls, info: Mapping[str, object]) -> Spec:
-        """The rules that DeepSpeed's ``universal_checkpoint_info`` stands for."""
+        """The rules that DeepSpeed's ``universal_checkpoint_info`` stands for.
+
+        Args:
+            info: The dictionary, as it is in a model file.
+        """
         from everystep.universal.presets import deepspeed_rules
 
         return cls(deepspeed_rules(info))
 
     def explain(self, names: Iterable[str]) -> tuple[Explanation, ...]:
-        """Which rule takes each of the names. Never fails."""
+        """Which rule takes each of the names. Never fails.
+
+        Args:
+            names: Parameters, as the foreign files name them.
+        """
         return tuple(self._explain(name) for name in names)
 
     def assign(self, names: Iterable[str]) -> tuple[Assigned, ...]:

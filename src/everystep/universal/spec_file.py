@@ -12,9 +12,9 @@ from everystep.paths import local_path
 from everystep.universal.rules import (
     Flat,
     Fused,
+    FusedPart,
     Layout,
     Pad,
-    Part,
     Partial,
     Rename,
     Replicated,
@@ -137,16 +137,16 @@ def _read_fused(value: Any) -> list[Layout]:
     return [made]
 
 
-def _read_parts(value: Any) -> list[Part]:
+def _read_parts(value: Any) -> list[FusedPart]:
     if not isinstance(value, list):
         raise SpecError("the parts of fused are a list of sizes, or the number of equal ones")
-    parts: list[Part] = []
+    parts: list[FusedPart] = []
     for found in value:
         if isinstance(found, dict):
             _require_keys("a part", found, {"size", "pieces"}, needed={"size"})
-            parts.append(Part(found["size"], found.get("pieces")))
+            parts.append(FusedPart(found["size"], found.get("pieces")))
         else:
-            parts.append(Part(found))
+            parts.append(FusedPart(found))
     return parts
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from everystep.errors import SpecError
 from everystep.format.geometry import Box, boxes_of_range, intersect, subtract, whole
-from everystep.universal.cuts import DoesNotFit, Move, Segment, cut_whole, even
+from everystep.universal.cuts import DoesNotFit, Move, RankRange, cut_whole, even
 from everystep.universal.rules import Flat, Fused, Partial, Rule, Shard, Unique
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetLayout:
     """The layout to write: tensor-parallel ranks, pipeline stages, and what a padded length must divide by.
 
     A padded dimension that is cut over ranks gets a multiple of `divisible_by` on every one of them.
@@ -38,7 +38,9 @@ class LocalPlan:
     zeros: tuple[Box, ...] = ()
 
 
-def split(name: str, shape: tuple[int, ...], rule: Rule, target: Target) -> tuple[LocalPlan | None, ...]:
+def split(
+    name: str, shape: tuple[int, ...], rule: Rule, target: TargetLayout
+) -> tuple[LocalPlan | None, ...]:
     """For each tensor-parallel rank of the target what it gets of a leaf; None for one that gets nothing.
 
     What does not divide is cut so that lengths differ by one at most, the longer ones first.
@@ -61,7 +63,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in itertools.pairwise(bounds))
 
 
-def _split(shape: tuple[int, ...], rule: Rule, target: Target) -> list[LocalPlan | None]:
+def _split(shape: tuple[int, ...], rule: Rule, target: TargetLayout) -> list[LocalPlan | None]:
     layout = rule.layout
     if isinstance(layout, Flat):
         return list(_split_flat(shape, target))
@@ -81,7 +83,7 @@ def _split(shape: tuple[int, ...], rule: Rule, target: Target) -> list[LocalPlan
     return [every] * target.tp
 
 
-def _padded(shape: tuple[int, ...], rule: Rule, target: Target) -> tuple[int, ...]:
+def _padded(shape: tuple[int, ...], rule: Rule, target: TargetLayout) -> tuple[int, ...]:
     padded = list(shape)
     for pad in rule.pads:
         if pad.dim >= len(shape):
@@ -96,11 +98,11 @@ def _padded(shape: tuple[int, ...], rule: Rule, target: Target) -> tuple[int, ..
     return tuple(padded)
 
 
-def _cut_plan(shape: tuple[int, ...], padded: tuple[int, ...], dim: int, mine: list[Segment]) -> LocalPlan:
-    local = (*padded[:dim], sum(segment.length for segment in mine), *padded[dim + 1 :])
+def _cut_plan(shape: tuple[int, ...], padded: tuple[int, ...], dim: int, mine: list[RankRange]) -> LocalPlan:
+    local = (*padded[:dim], sum(one.length for one in mine), *padded[dim + 1 :])
     moves: list[Move] = []
-    for segment in mine:
-        move = segment.move(dim, shape)
+    for one in mine:
+        move = one.move(dim, shape)
         source = intersect(move.source, whole(shape))
         if source is not None:
             moves.append(Move(source, Box(move.local.start, source.shape)))
@@ -108,7 +110,7 @@ def _cut_plan(shape: tuple[int, ...], padded: tuple[int, ...], dim: int, mine: l
     return LocalPlan(local, tuple(moves), tuple(zeros))
 
 
-def _split_flat(shape: tuple[int, ...], target: Target) -> list[LocalPlan]:
+def _split_flat(shape: tuple[int, ...], target: TargetLayout) -> list[LocalPlan]:
     """Equal ranges; the last ones end in padding."""
     total = math.prod(shape)
     unit = target.divisible_by * target.tp

@@ -25,7 +25,7 @@ from everystep.state.value_encoder import encode
 from everystep.universal.source import Computed, Source, SourceLeaf
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.reading import StoredTensor
-from everystep.universal.torch_file.values import TORCH_VALUES
+from everystep.universal.torch_file.torch_values import TORCH_VALUES
 
 MAX_NODES = 4_000_000
 MAX_STEP = 10**12

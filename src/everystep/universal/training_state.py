@@ -15,7 +15,7 @@ from typing import Any
 from everystep.errors import UnsupportedSource
 from everystep.state.node import MAX_DEPTH
 from everystep.universal.state_tree import OptimizerState
-from everystep.universal.torch_file.pickle_machine import Name, Record
+from everystep.universal.torch_file.pickle_machine import ClassName, InertObject
 
 _MODEL, _OPTIMIZER, _GROUPS = "model", "optimizer", "param_groups"
 
@@ -97,19 +97,19 @@ def plain(value: Any, path: str) -> Any:
 def _plain(value: Any, path: str, known: dict[int, Any], depth: int) -> Any:
     """`known`: what was made of objects by their identity, for parts that several objects share."""
     kind = type(value)
-    if kind is Name:
+    if kind is ClassName:
         return value.text
     if kind is Namespace:
         attributes = vars(value)
         inside = _plain(attributes, path, known, depth + 1)
         return value if inside is attributes else Namespace(**inside)
-    if kind is not Record and kind not in (list, tuple) and not isinstance(value, dict):
+    if kind is not InertObject and kind not in (list, tuple) and not isinstance(value, dict):
         return value
     if depth > MAX_DEPTH:
         raise UnsupportedSource(f"{path}: objects are nested deeper than {MAX_DEPTH}, or contain themselves")
     if id(value) in known:
         return known[id(value)]
-    if kind is Record:
+    if kind is InertObject:
         inside = dict(value.attributes) or value.items
         if not inside:
             inside = value.args[0] if len(value.args) == 1 else value.args

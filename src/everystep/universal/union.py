@@ -158,8 +158,8 @@ def _place_cut(
         raise DoesNotFit(f"there is no dimension {dim}")
     if len({(*shape[:dim], -1, *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise DoesNotFit(f"the ranks' shapes differ beyond dimension {dim}")
-    size, segments = join_widths(layout, [shape[dim] for shape in shapes])
-    placed = [[segment.move(dim, shapes[0]) for segment in mine] for mine in segments]
+    size, ranges = join_widths(layout, [shape[dim] for shape in shapes])
+    placed = [[one.move(dim, shapes[0]) for one in mine] for mine in ranges]
     return (*shapes[0][:dim], size, *shapes[0][dim + 1 :]), placed
 
 

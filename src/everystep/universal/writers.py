@@ -16,7 +16,7 @@ from everystep.universal.torch_file import target as torch_save
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class SystemWriter:
     """How a system is written.
 
     `kind` is its name, as ``--to`` takes it. `plan` tells the files that it will write, and their sizes.
@@ -46,11 +46,11 @@ class Writer:
         return self.only_model or self.cuts_parameters
 
 
-WRITERS: tuple[Writer, ...] = (
-    Writer("everystep", native.plan, native.write, keeps_types=True),
-    Writer(safetensors.KIND, safetensors.plan, safetensors.write, only_model=True, keeps_opaque=True),
-    Writer(hf.KIND, hf.plan, hf.write, hf.prepare, only_model=True, keeps_opaque=True),
-    Writer(
+WRITERS: tuple[SystemWriter, ...] = (
+    SystemWriter("everystep", native.plan, native.write, keeps_types=True),
+    SystemWriter(safetensors.KIND, safetensors.plan, safetensors.write, only_model=True, keeps_opaque=True),
+    SystemWriter(hf.KIND, hf.plan, hf.write, hf.prepare, only_model=True, keeps_opaque=True),
+    SystemWriter(
         ds_universal.KIND,
         ds_universal.plan,
         ds_universal.write,
@@ -58,7 +58,7 @@ WRITERS: tuple[Writer, ...] = (
         cuts_parameters=True,
         has_zero_stage=True,
     ),
-    Writer("torch", torch_save.plan, torch_save.write, inlines_bytes=True),
-    Writer("dcp", dcp.plan, dcp.write, dcp.prepare, inlines_bytes=True),
-    Writer(megatron.KIND, megatron.plan, megatron.write, megatron.prepare, cuts_parameters=True),
+    SystemWriter("torch", torch_save.plan, torch_save.write, inlines_bytes=True),
+    SystemWriter("dcp", dcp.plan, dcp.write, dcp.prepare, inlines_bytes=True),
+    SystemWriter(megatron.KIND, megatron.plan, megatron.write, megatron.prepare, cuts_parameters=True),
 )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import everystep
 from everystep.engine import faults
 from everystep.integrations.dcp import Reader, Writer
-from everystep.universal.dcp.record import Record
+from everystep.universal.dcp.record import DcpRecord
 from support.crashes.power_cuts import Budget, Disk
 from support.foreign.dcp_states import assert_same, failures, flip_in, load, save
 
@@ -261,7 +261,7 @@ def test_an_array_is_not_read_as_the_bytes_of_an_object(
 ) -> None:
     """A record that lies about its leaves must not lead to memory of the wrong size."""
     monkeypatch.setattr(
-        "everystep.integrations.dcp.writer.Record", lambda **known: Record(**{**known, "bytes": ("w",)})
+        "everystep.integrations.dcp.writer.DcpRecord", lambda **known: DcpRecord(**{**known, "bytes": ("w",)})
     )
     save(STATE, tmp_path / "first")
     with pytest.raises(everystep.CorruptCheckpoint, match="not the bytes of an object"):

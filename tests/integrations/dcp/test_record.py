@@ -16,8 +16,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 import everystep
 from everystep.state import leaf_names, unflatten
 from everystep.state.unflatten import decode_value
-from everystep.universal.dcp.record import Record, compose, entries_of, leaf_node
-from everystep.universal.dcp.values import NotPlain, Pickler, plain_node
+from everystep.universal.dcp.plain_values import NotPlain, ValuePickler, plain_node
+from everystep.universal.dcp.record import DcpRecord, compose, entries_of, leaf_node
 
 TENSOR = torch.ones(1)
 KEYS = st.text(st.characters(codec="utf-8"), max_size=4) | st.sampled_from(["$leaf", "0", "a.b", "@1", "~"])
@@ -38,7 +38,7 @@ def _composed(flat: dict[str, Any], planner_data: object) -> Any:
     """The tree of a state that DCP has taken apart, through JSON as in a manifest."""
     values = frozenset(name for name, item in flat.items() if item is not TENSOR)
     nodes = {name: plain_node(item) if name in values else leaf_node(name) for name, item in flat.items()}
-    tree = compose(nodes, Record(version="1"), values, planner_data)
+    tree = compose(nodes, DcpRecord(version="1"), values, planner_data)
     return msgspec.json.decode(msgspec.json.encode(tree))
 
 
@@ -69,7 +69,7 @@ def test_names_paths_and_values_survive(state: dict[str, Any]) -> None:
 
 
 def test_equal_values_are_pickled_once_and_apart_from_others() -> None:
-    pickler = Pickler()
+    pickler = ValuePickler()
     for value in (1, 1.0, True, "1", (1,), [1], {"a": 1}, 2**70, float("inf"), b"1"):
         node = plain_node(value)
         for _ in range(2):

@@ -16,7 +16,7 @@ import everystep
 from everystep.universal.deepspeed.everystep_files import read_everystep_file
 from everystep.universal.deepspeed.names import CLASSES, FRAGMENT, NAMESPACE, STAGE
 from everystep.universal.deepspeed.plain_objects import from_plain, to_plain
-from everystep.universal.torch_file.pickle_machine import Record
+from everystep.universal.torch_file.pickle_machine import InertObject
 from everystep.universal.torch_file.reading import StoredTensor
 
 
@@ -80,7 +80,7 @@ def test_the_converter_reads_it_as_it_reads_a_torch_file(tmp_path: Path, state: 
     everystep.save(path, to_plain(state))
     found = read_everystep_file(str(path))
     stage = found["stage"]
-    assert isinstance(stage, Record)
+    assert isinstance(stage, InertObject)
     assert (stage.name, stage.args) == (STAGE, (2,))
     assert found["slices"][0]["w"].attributes == {"numel": 3, "start": 5}
     assert found["args"] == state["args"]

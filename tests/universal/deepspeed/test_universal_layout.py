@@ -339,7 +339,7 @@ def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
 
 
 def test_large_files_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everystep.universal.torch_file.directories._STREAMED_NBYTES", 2000)
+    monkeypatch.setattr("everystep.universal.torch_file.writing._STREAMED_NBYTES", 2000)
     universal.convert(ZERO / "z2_bf16_3", tmp_path / "out", to="ds-universal", verify=True)
     weights = save_layers(tmp_path / "run")
     universal.convert(tmp_path / "run", tmp_path / "cut", to="ds-universal", tp=2, spec=SPEC, verify=True)

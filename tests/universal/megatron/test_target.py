@@ -17,8 +17,8 @@ import everystep
 from everystep import StateMismatch, UnsupportedState, universal
 from everystep.errors import SpecError
 from everystep.universal import Spec, fused, pad, part, partial, rename, replicated, rule, shard, tied, unique
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.foreign_names import foreign_name
-from everystep.universal.opening import ForeignCheckpoint
 from support.foreign.killed_conversions import assert_survives_kills
 from support.foreign.megatron_writer import WORDS, Model, write_megatron
 from support.processes.command import command

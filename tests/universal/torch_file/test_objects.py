@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from everystep.errors import UnsupportedSource
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
-from everystep.universal.torch_file.values import TorchDevice, TorchDtype, TorchSize
+from everystep.universal.torch_file.torch_values import TorchDevice, TorchDtype, TorchSize
 from support.foreign.source_leaves import assembled
 from support.foreign.torch_objects import OBJECTS, differences
 

@@ -25,7 +25,7 @@ from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, Unsupporte
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.pickle_classes import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
-from everystep.universal.torch_file.pickle_machine import PickleMachine, Record
+from everystep.universal.torch_file.pickle_machine import InertObject, PickleMachine
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
 from support.foreign.source_leaves import assembled, assert_same
 
@@ -169,7 +169,7 @@ def test_a_class_that_is_not_on_the_list_is_named(tmp_path: Path) -> None:
 def test_a_given_class_becomes_a_record(tmp_path: Path) -> None:
     name = f"{Custom.__module__}.Custom"
     found = read_torch_file(saved(tmp_path, Custom()), [name])
-    assert isinstance(found, Record)
+    assert isinstance(found, InertObject)
     assert found.name == name
     assert found.attributes == {"number": 3}
 

@@ -22,8 +22,8 @@ from everystep.state import LeafMeta, empty, leaf_names
 from everystep.state.torch_arrays import destination, torch_dtype
 from everystep.store.read.checkpoint import Checkpoint, open_checkpoint
 from everystep.store.read.requests import BoxRequest
-from everystep.universal.dcp.record import Entries, Properties, entries_of
-from everystep.universal.dcp.values import Pickler
+from everystep.universal.dcp.plain_values import ValuePickler
+from everystep.universal.dcp.record import DcpEntries, TensorFlags, entries_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import (
@@ -59,7 +59,7 @@ class _Here(local):
     """What a thread loads. It goes with the thread: DCP does not tell a reader that a load has failed."""
 
     asked: str | None = None
-    opened: tuple[Checkpoint, Entries] | None = None
+    opened: tuple[Checkpoint, DcpEntries] | None = None
     failed: Exception | None = None
 
     def __reduce__(self) -> tuple[type[_Here], tuple[()]]:
@@ -194,7 +194,7 @@ def _open(path: str) -> Checkpoint:
         ) from None
 
 
-def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
+def _check_bytes(checkpoint: Checkpoint, entries: DcpEntries) -> None:
     """Memory for them is of this type and shape: what is not must not be read to it."""
     metas = checkpoint._parts.metas
     for name in entries.bytes:
@@ -205,7 +205,7 @@ def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
             )
 
 
-def _metadata(checkpoint: Checkpoint, entries: Entries, load_id: str) -> Metadata:
+def _metadata(checkpoint: Checkpoint, entries: DcpEntries, load_id: str) -> Metadata:
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         Metadata,
@@ -224,7 +224,7 @@ def _metadata(checkpoint: Checkpoint, entries: Entries, load_id: str) -> Metadat
         leaf = entries.leaves.get(name, name)
         of = checkpoint.aliases.get(leaf, leaf)
         known[name] = TensorStorageMetadata(
-            _properties(metas[of], properties.get(name, Properties())),
+            _properties(metas[of], properties.get(name, TensorFlags())),
             _size(metas[of].shape),
             list(chunks.get(of, [])),
         )
@@ -256,7 +256,7 @@ def _size(numbers: Sequence[int]) -> Any:
     return torch.Size(numbers)
 
 
-def _properties(meta: LeafMeta, own: Properties) -> TensorProperties:
+def _properties(meta: LeafMeta, own: TensorFlags) -> TensorProperties:
     import torch
     from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -272,7 +272,7 @@ class _Load:
     """One rank's share of a load."""
 
     def __init__(
-        self, checkpoint: Checkpoint, entries: Entries, planner: LoadPlanner, *, verify: bool
+        self, checkpoint: Checkpoint, entries: DcpEntries, planner: LoadPlanner, *, verify: bool
     ) -> None:
         self._checkpoint = checkpoint
         self._entries = entries
@@ -292,14 +292,14 @@ class _Load:
         self._checkpoint._reader.fetch(wanted, verify=self._verify)
         self._commit(direct)
         self._read_beside([fill for fill in fills if fill.where is None])
-        pickler = Pickler()
+        pickler = ValuePickler()
         for item in objects:
             name = item.storage_index.fqn
             data = stored.get(name)
             value = io.BytesIO(data) if data is not None else self._pickled(pickler, name)
             self._planner.load_bytes(item, value)
 
-    def _pickled(self, pickler: Pickler, name: str) -> io.BytesIO:
+    def _pickled(self, pickler: ValuePickler, name: str) -> io.BytesIO:
         node = self._entries.values[name]
         arrays, wanted = self._checkpoint._reader.fresh(leaf_names(node), "numpy")
         self._checkpoint._reader.fetch(wanted, verify=self._verify)

@@ -49,8 +49,8 @@ from everystep.store.commit.transaction import Transaction
 from everystep.store.metrics import plain_metrics
 from everystep.store.options import Options
 from everystep.store.save_errors import saving
-from everystep.universal.dcp.record import Properties, Record, compose, leaf_node
-from everystep.universal.dcp.values import NotPlain, value_of
+from everystep.universal.dcp.plain_values import NotPlain, value_of
+from everystep.universal.dcp.record import DcpRecord, TensorFlags, compose, leaf_node
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -397,17 +397,17 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
     paths = metadata.planner_data
     order = [name for name in paths if name in described] if isinstance(paths, dict) else []
     nodes: dict[str, Node] = {}
-    properties: list[tuple[str, Properties]] = []
+    properties: list[tuple[str, TensorFlags]] = []
     for name in dict.fromkeys((*order, *described)):
         what = described[name]
         if name not in written:
             raise SaveFailed(f"no rank wrote {name!r}, which is in the planner's metadata")
         if isinstance(what, TensorStorageMetadata):
-            own = Properties.of(what.properties)
-            if own != Properties():
+            own = TensorFlags.of(what.properties)
+            if own != TensorFlags():
                 properties.append((name, own))
         nodes[name] = written[name].value if written[name].kind == "value" else leaf_node(name)
-    record = Record(
+    record = DcpRecord(
         version=metadata.version,
         bytes=tuple(name for name in nodes if written[name].kind == "bytes"),
         properties=tuple(properties),

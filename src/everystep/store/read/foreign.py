@@ -14,7 +14,7 @@ _RENAMING = "everystep.universal.renaming"
 """Has ``renaming(given)``."""
 _CHECKS = "everystep.universal.checking"
 """Has ``check(path, progress, tuning)``."""
-_READERS = "everystep.universal.opening"
+_READERS = "everystep.universal.foreign_checkpoint"
 """Has ``recognises``, ``open_foreign``, ``checkpoints_in`` and ``looked_for``."""
 
 

@@ -1,4 +1,4 @@
-"""A directory as torch's DCP writes it: ``.metadata`` and ``__R_N.distcp`` files, whatever the names mean.
+"""A directory as torch's DCP writes it: ``.metadata`` and ``__R_N.distcp`` files. Owns no meaning of names.
 
 The metadata is a pickle that says for each tensor its shape and the boxes it was saved in, and for each box
 the file, offset and length of an item. An item is a `torch.save` archive with one tensor (or one object), so
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.format.geometry import Box, TooTangled, disjoint, whole
 from everystep.universal.source import SourceLeaf
-from everystep.universal.torch_file.leaves import leaf_of_pieces
+from everystep.universal.torch_file.leaves import leaf_of_boxes
 from everystep.universal.torch_file.pickle_classes import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
-from everystep.universal.torch_file.pickle_machine import MAX_PICKLE_NBYTES, PickleMachine, Record
+from everystep.universal.torch_file.pickle_machine import MAX_PICKLE_NBYTES, InertObject, PickleMachine
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file, torch_dtype
-from everystep.universal.torch_file.values import is_shape
+from everystep.universal.torch_file.torch_values import is_shape
 from everystep.universal.torch_file.zip_reader import OpenFile
 
 METADATA = ".metadata"
@@ -54,26 +53,17 @@ _ALLOWED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor, and where it is stored."""
-
-    box: Box
-    stored: StoredTensor
-
-
 class DcpDirectory:
-    """The metadata of a directory. `names` are those that it has, in their order; `tensors` and
-    `objects` tell them apart."""
+    """The metadata of a directory. `names` are those of its entries, in order: `tensors` or `objects`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.metadata_path = os.path.join(path, METADATA)
         self.attributes = self._read_metadata()
         self._entries = self._dictionary("state_dict_metadata")
-        self._items: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        self._items: dict[tuple[str, tuple[int, ...] | None], InertObject] = {}
         for index, info in self._dictionary("storage_data").items():
-            if not isinstance(index, Record) or not isinstance(info, Record):
+            if not isinstance(index, InertObject) or not isinstance(info, InertObject):
                 raise self._corrupt("the metadata gives places in a form that is not known")
             at = index.attributes.get("offset")
             name = index.attributes.get("fqn")
@@ -84,7 +74,7 @@ class DcpDirectory:
         self.tensors: list[str] = []
         self.objects: list[str] = []
         for name, entry in self._entries.items():
-            if not isinstance(name, str) or not isinstance(entry, Record):
+            if not isinstance(name, str) or not isinstance(entry, InertObject):
                 raise self._corrupt("the metadata has an entry of a form that is not known")
             if entry.name not in (_TENSOR, _OBJECT):
                 raise UnsupportedSource(f"{self.metadata_path}: entry {name!r} is a {entry.name!r}")
@@ -118,19 +108,19 @@ class DcpDirectory:
         """The type and shape of a tensor."""
         known = self._entries[name].attributes
         shape, properties = known.get("size"), known.get("properties")
-        if not is_shape(shape) or not isinstance(properties, Record):
+        if not is_shape(shape) or not isinstance(properties, InertObject):
             raise self._corrupt("the description of the tensor is damaged", name)
         return self._dtype(name, properties), tuple(shape)
 
-    def pieces(self, name: str) -> list[Piece]:
-        """The pieces of a tensor, which are together all of it, and disjoint."""
+    def stored_boxes(self, name: str) -> list[tuple[Box, StoredTensor]]:
+        """The boxes of a tensor, which are together all of it and disjoint, and where each is stored."""
         dtype, shape = self.describe(name)
         chunks = self._entries[name].attributes.get("chunks")
         if not isinstance(chunks, list):
             raise self._corrupt("the description of the tensor is damaged", name)
         boxes = list(dict.fromkeys(self._box(name, chunk) for chunk in chunks))
         self._require_all(name, shape, boxes)
-        found: list[Piece] = []
+        found: list[tuple[Box, StoredTensor]] = []
         for box in boxes:
             file, offset, nbytes = self._place(name, box.start)
             tensor = read_torch_file(file, start=offset, nbytes=nbytes)
@@ -138,14 +128,13 @@ class DcpDirectory:
                 raise CorruptCheckpoint(
                     "the stored piece is not what the metadata says", path=file, leaf=name
                 )
-            found.append(Piece(box, tensor))
+            found.append((box, tensor))
         return found
 
     def leaf(self, name: str, renamed: str) -> SourceLeaf:
         """A tensor as a leaf."""
         dtype, shape = self.describe(name)
-        pieces = [(piece.box, piece.stored) for piece in self.pieces(name)]
-        return leaf_of_pieces(renamed, dtype, shape, pieces, title=name)
+        return leaf_of_boxes(renamed, dtype, shape, self.stored_boxes(name), title=name)
 
     def _read_metadata(self) -> Mapping[str, Any]:
         try:
@@ -167,7 +156,7 @@ class DcpDirectory:
             setters=PLAIN_SETTERS,
             inert=_ALLOWED,
         ).run()
-        if not isinstance(made, Record) or made.name not in _ROOTS:
+        if not isinstance(made, InertObject) or made.name not in _ROOTS:
             raise UnsupportedSource(f"{self.metadata_path}: this is not the metadata of DCP")
         return made.attributes
 
@@ -197,7 +186,7 @@ class DcpDirectory:
             raise self._corrupt(f"a piece lies outside of the directory: {file!r}", name)
         return where, offset, nbytes
 
-    def _dtype(self, name: str, properties: Record) -> str:
+    def _dtype(self, name: str, properties: InertObject) -> str:
         state = properties.state
         value = state[0] if isinstance(state, tuple) and state else properties.attributes.get("dtype")
         try:
@@ -206,7 +195,7 @@ class DcpDirectory:
             raise UnsupportedSource(f"{self.metadata_path}: {name!r} has an unknown element type") from None
 
     def _box(self, name: str, chunk: object) -> Box:
-        known = chunk.attributes if isinstance(chunk, Record) else {}
+        known = chunk.attributes if isinstance(chunk, InertObject) else {}
         start, shape = known.get("offsets"), known.get("sizes")
         if not is_shape(start) or not is_shape(shape) or len(start or ()) != len(shape or ()):
             raise self._corrupt("the description of a piece is damaged", name)

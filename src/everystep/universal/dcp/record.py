@@ -1,10 +1,10 @@
 """DCP's `Metadata` as an Everystep tree, and back.
 
 Arrays need no record: DCP's chunks are a leaf's fragments, and its names are the names of leaves. DCP's
-planner knows their places in the state as paths; these are their places in the tree. The rest is in a
-`Record` where torch keeps the ``_metadata`` of a state dict: which entries are values, which are bytes, and
-the properties of tensors. A tree without a record, from any other Everystep checkpoint, is read by DCP's
-rules for flattening a state.
+planner knows their places in the state as paths; these are their places in the tree. A `DcpRecord` has the
+rest, where torch keeps the ``_metadata`` of a state dict: which entries are values, which are bytes, and the
+flags of tensors. A tree without a record, from any other Everystep checkpoint, is read by DCP's rules for
+flattening a state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from everystep.state.node import (
 )
 from everystep.state.unflatten import decode_key, decode_value
 from everystep.state.value_encoder import is_text
-from everystep.universal.dcp.values import NotPlain, plain_node
+from everystep.universal.dcp.plain_values import NotPlain, plain_node
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorProperties
@@ -45,7 +45,7 @@ _MAX_NESTED = 64
 """Deeper states lie flat in the tree."""
 
 
-class Properties(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TensorFlags(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What DCP knows of a tensor beside type and shape. All of it is deprecated there, and seldom set."""
 
     requires_grad: bool = False
@@ -53,14 +53,14 @@ class Properties(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     memory_format: Literal["contiguous_format", "channels_last", "preserve_format"] = "contiguous_format"
 
     @classmethod
-    def of(cls, properties: TensorProperties) -> Properties:
+    def of(cls, properties: TensorProperties) -> TensorFlags:
         name = str(properties.memory_format).removeprefix("torch.")
         # One that DCP itself could not store.
         known = name if name in ("channels_last", "preserve_format") else "contiguous_format"
         return cls(bool(properties.requires_grad), bool(properties.pin_memory), known)  # type: ignore[arg-type]
 
 
-class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class DcpRecord(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the tree does not say by itself."""
 
     version: str | None = None
@@ -72,15 +72,15 @@ class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
     """Names of entries that are values, and their paths in the tree."""
     bytes: tuple[str, ...] = ()
     """Leaves that are the bytes of an object, not an array."""
-    properties: tuple[tuple[str, Properties], ...] = ()
+    properties: tuple[tuple[str, TensorFlags], ...] = ()
     """Of tensors that have any."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class DcpEntries:
     """What a checkpoint holds, in DCP's words. Names that are in neither `values` nor `bytes` are tensors."""
 
-    record: Record
+    record: DcpRecord
     names: tuple[str, ...]
     """In the order of the state."""
     values: dict[str, Node]
@@ -93,7 +93,9 @@ class Entries:
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def compose(nodes: Mapping[str, Node], record: Record, values: frozenset[str], planner_data: object) -> Node:
+def compose(
+    nodes: Mapping[str, Node], record: DcpRecord, values: frozenset[str], planner_data: object
+) -> Node:
     """The tree with the nodes of all entries: at the paths that the planner has for them, if it has any.
 
     `nodes` are in the order in which they shall stand there.
@@ -185,7 +187,7 @@ def _branch_node(branch: _Branch | str, nodes: Mapping[str, Node]) -> Node:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def entries_of(tree: Node, where: str, *, pruned: bool = False) -> Entries:
+def entries_of(tree: Node, where: str, *, pruned: bool = False) -> DcpEntries:
     """What a tree says to DCP; `where` is its file, for messages. `pruned`: some may be left out of it."""
     record = _record_of(tree, where)
     if record is None:
@@ -206,19 +208,19 @@ def entries_of(tree: Node, where: str, *, pruned: bool = False) -> Entries:
     elif record.planner == "paths":
         planner_data = paths
     stored = frozenset(record.bytes)
-    return Entries(
+    return DcpEntries(
         record, tuple(paths), values, stored & paths.keys() if pruned else stored, planner_data, {}
     )
 
 
-def _record_of(tree: Node, where: str) -> Record | None:
+def _record_of(tree: Node, where: str) -> DcpRecord | None:
     if type(tree) is not dict or tag_of(tree) != STATE_DICT:
         return None
     metadata = state_dict_body(tree[STATE_DICT])[0]
     if type(metadata) is not dict or _KEY not in metadata:
         return None
     try:
-        return msgspec.convert(metadata[_KEY], Record)
+        return msgspec.convert(metadata[_KEY], DcpRecord)
     except msgspec.ValidationError as error:
         raise CorruptCheckpoint(f"DCP's record in the tree is malformed: {error}", path=where) from None
 
@@ -237,7 +239,7 @@ def _places(node: Node, path: Path, stops: Container[Path]) -> Iterator[tuple[Pa
         yield from _places(item, (*path, number), stops)
 
 
-def _entries_by_rule(tree: Node) -> Entries:
+def _entries_by_rule(tree: Node) -> DcpEntries:
     """Of a tree that was not made here: names as DCP would give them, where it takes states apart alike.
 
     Leaves may have other ones: those of an optimizer's state are shorter than their paths.
@@ -257,7 +259,7 @@ def _entries_by_rule(tree: Node) -> Entries:
             values[name] = node
         elif leaf != name:
             leaves[name] = leaf
-    return Entries(Record(), tuple(paths), values, frozenset(), paths, leaves)
+    return DcpEntries(DcpRecord(), tuple(paths), values, frozenset(), paths, leaves)
 
 
 def _terminals(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:

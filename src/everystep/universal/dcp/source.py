@@ -102,7 +102,7 @@ def _by_parameter(value: Any) -> Any:
 
 
 def _put(state: dict[str, Any], place: Place, value: object, lists: list[tuple[Place, list[Any]]]) -> None:
-    """Puts a value into nested dicts and lists, which are made as they are needed; tells of new `lists`."""
+    """Puts a value into nested dicts and lists, and makes these as needed; adds new lists to `lists`."""
     container: Any = state
     key: Any
     for number, (key, below) in enumerate(zip(place, (*place[1:], None), strict=True), 1):

@@ -4,7 +4,7 @@ Names are those that DCP's planner gives to the state: the path in it, joined wi
 ``model.<name>``; an optimizer's state is ``optimizer.state.<parameter>.<state>``, beside
 ``optimizer.param_groups.<number>.<option>``, as torch's ``get_state_dict`` has it.
 
-Readers take an item whole, whatever part of it they want. So large leaves are cut into pieces, along their
+Readers take an item whole, even if they want a part of it. So large leaves are cut into pieces, along their
 first dimensions. A tied leaf is stored once, and has two names in the metadata.
 """
 
@@ -29,12 +29,12 @@ from everystep.state.node import NAMESPACE, items_of, localized, pairs_of, tag_o
 from everystep.state.torch_arrays import load_torch, torch_dtype
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.atomic_output import output_directory, refuse_directory
-from everystep.universal.dcp.record import Entries, entries_of
-from everystep.universal.dcp.values import Pickler
+from everystep.universal.dcp.plain_values import ValuePickler
+from everystep.universal.dcp.record import DcpEntries, entries_of
 from everystep.universal.items import Item, Job, OutputFile, progress_of
 from everystep.universal.readback import compare_arrays
 from everystep.universal.torch_file.pickle_writer import PendingTensor, pickled
-from everystep.universal.torch_file.zip_format import TorchArchive, write_archive
+from everystep.universal.torch_file.zip_writer import TorchArchive, write_archive
 
 _SHOWN = 5
 _PIECE_NBYTES = 64 << 20
@@ -45,19 +45,12 @@ _METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ItemBox:
     """A box of an item's leaf, whose elements follow each other there from byte `start` on."""
 
     number: int
     box: Box
     start: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    file: str
-    offset: int
     nbytes: int
 
 
@@ -112,7 +105,7 @@ def plan(job: Job) -> list[OutputFile]:
 
 def write(job: Job) -> None:
     with output_directory(job.path) as directory:
-        _Writer(job, directory).write()
+        _DirectoryWriter(job, directory).write()
         if job.verify:
             check(job, directory)
 
@@ -131,7 +124,7 @@ def check(job: Job, path: str) -> None:
             raise CorruptCheckpoint("it differs from its source", path=path, leaf=name)
 
 
-def _entries(job: Job) -> Entries:
+def _entries(job: Job) -> DcpEntries:
     return entries_of(localized(job.tree, job.local), job.checkpoint.path, pruned=True)
 
 
@@ -139,7 +132,7 @@ def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
 
 
-def _tensor_names(job: Job, entries: Entries) -> dict[str, list[str]]:
+def _tensor_names(job: Job, entries: DcpEntries) -> dict[str, list[str]]:
     """For every item its names in DCP: more than one if it is tied."""
     found: dict[str, list[str]] = {}
     for name in entries.names:
@@ -149,9 +142,9 @@ def _tensor_names(job: Job, entries: Entries) -> dict[str, list[str]]:
     return found
 
 
-def _values(job: Job, entries: Entries) -> Iterator[tuple[str, bytes]]:
+def _values(job: Job, entries: DcpEntries) -> Iterator[tuple[str, bytes]]:
     """What is not a tensor, by name, as DCP's planner pickles it."""
-    pickler = Pickler()
+    pickler = ValuePickler()
     for name, node in entries.values.items():
         yield name, pickler.bytes_of(node, _bytes_held(job, node).__getitem__).getvalue()
 
@@ -162,13 +155,13 @@ def _bytes_held(job: Job, node: Node) -> Mapping[str, Any]:
     return job.checkpoint.read(names) if names else {}
 
 
-def _stored_bytes(job: Job, entries: Entries) -> Iterator[tuple[str, bytes]]:
+def _stored_bytes(job: Job, entries: DcpEntries) -> Iterator[tuple[str, bytes]]:
     """Objects that DCP pickled and Everystep stored as bytes (`everystep.integrations.dcp`)."""
     for name in sorted(entries.bytes):
         yield name, bytes(job.checkpoint.read([name])[name])
 
 
-def _pieces(job: Job, stored_bytes: frozenset[str]) -> Iterator[_Piece]:
+def _pieces(job: Job, stored_bytes: frozenset[str]) -> Iterator[_ItemBox]:
     largest = min(_PIECE_NBYTES, job.max_shard_nbytes)
     for number, item in enumerate(job.items):
         if item.name not in stored_bytes:
@@ -176,7 +169,7 @@ def _pieces(job: Job, stored_bytes: frozenset[str]) -> Iterator[_Piece]:
             start = 0
             for box in _boxes(item.shape, max(1, largest // size)):
                 nbytes = size * box.volume
-                yield _Piece(number, box, start, nbytes)
+                yield _ItemBox(number, box, start, nbytes)
                 start += nbytes
 
 
@@ -201,9 +194,9 @@ def _boxes(shape: tuple[int, ...], largest: int) -> Iterator[Box]:
         yield Box((row, *rest), (min(rows, shape[0] - row), *shape[1:]))
 
 
-def _groups(job: Job) -> list[list[_Piece]]:
+def _groups(job: Job) -> list[list[_ItemBox]]:
     """The pieces of each file."""
-    groups: list[list[_Piece]] = [[]]
+    groups: list[list[_ItemBox]] = [[]]
     room = job.max_shard_nbytes
     for piece in _pieces(job, _entries(job).bytes):
         nbytes = piece.nbytes + _ITEM_NBYTES
@@ -215,7 +208,7 @@ def _groups(job: Job) -> list[list[_Piece]]:
     return groups
 
 
-class _Writer:
+class _DirectoryWriter:
     """One conversion: data files, then the metadata, each synced."""
 
     def __init__(self, job: Job, directory: str) -> None:
@@ -224,7 +217,8 @@ class _Writer:
         self._entries = _entries(job)
         self._names = _tensor_names(job, self._entries)
         self._boxes: dict[str, list[Box]] = {}
-        self._places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+        """The file, offset and length of each item."""
         self._advance = progress_of(job)
 
     def write(self) -> None:
@@ -240,7 +234,7 @@ class _Writer:
                         self._write_values(file, name, stream)
         self._write_metadata()
 
-    def _write_piece(self, file: BinaryIO, name: str, piece: _Piece, stream: LeafStream) -> None:
+    def _write_piece(self, file: BinaryIO, name: str, piece: _ItemBox, stream: LeafStream) -> None:
         item = self._job.items[piece.number]
         torch_dtype(item.dtype)  # fails for a type that torch lacks
         data, _ = pickled(PendingTensor(item.dtype, piece.box.shape))
@@ -249,15 +243,15 @@ class _Writer:
         write_archive(file, archive, [functools.partial(_fill, stream, piece)])
         self._advance(piece.nbytes)
         self._boxes.setdefault(item.name, []).append(piece.box)
-        self._places[item.name, piece.box.start] = _Place(name, offset, archive.nbytes)
+        self._places[item.name, piece.box.start] = (name, offset, archive.nbytes)
 
     def _write_values(self, file: BinaryIO, name: str, stream: LeafStream) -> None:
         for entry, data in _values(self._job, self._entries):
-            self._places[entry, None] = _Place(name, file.tell(), len(data))
+            self._places[entry, None] = (name, file.tell(), len(data))
             file.write(data)
         for number, item in enumerate(self._job.items):
             if item.name in self._entries.bytes:
-                self._places[item.name, None] = _Place(name, file.tell(), item.nbytes)
+                self._places[item.name, None] = (name, file.tell(), item.nbytes)
                 for start in range(0, item.nbytes, _COPY_NBYTES):
                     block = memoryview(bytearray(min(_COPY_NBYTES, item.nbytes - start)))
                     stream.fill(number, block, start)
@@ -294,11 +288,11 @@ class _Writer:
                 for number, box in enumerate(boxes):
                     place = self._places[item.name, box.start]
                     index = MetadataIndex(name, box.start, number)
-                    storage[index] = _StorageInfo(place.file, place.offset, place.nbytes)
+                    storage[index] = _StorageInfo(*place)
         for name in (*self._entries.values, *sorted(self._entries.bytes)):
             place = self._places[name, None]
             known[name] = BytesStorageMetadata()
-            storage[MetadataIndex(name)] = _StorageInfo(place.file, place.offset, place.nbytes)
+            storage[MetadataIndex(name)] = _StorageInfo(*place)
         ordered = {name: known[name] for name in self._entries.names if name in known}
         paths = self._entries.planner_data
         if isinstance(paths, dict):
@@ -312,7 +306,7 @@ class _Writer:
         )
 
 
-def _fill(stream: LeafStream, piece: _Piece, block: memoryview, offset: int) -> None:
+def _fill(stream: LeafStream, piece: _ItemBox, block: memoryview, offset: int) -> None:
     stream.fill(piece.number, block, piece.start + offset)
 
 

@@ -13,5 +13,5 @@ Nothing here imports DeepSpeed or torch; what a running engine needs is in `inte
 | `optimizer_files`, `unsharded` | the optimizer state of a model-parallel rank, with ZeRO and without |
 | `experts` | which rank holds which experts |
 | `universal_source`, `universal_target` | read and write the universal layout |
-| `training`, `cuts` | a training state, and how ranks cut parameters, in the terms of that layout |
+| `universal_training`, `parameter_fields` | a training state, and how ranks cut parameters, in its terms |
 """

@@ -17,7 +17,7 @@ from everystep.store import verify
 from everystep.store.read.checkpoint import open_checkpoint
 from everystep.universal.deepspeed.names import NAMESPACE, STAGE
 from everystep.universal.deepspeed.plain_objects import from_plain
-from everystep.universal.torch_file.pickle_machine import Record
+from everystep.universal.torch_file.pickle_machine import InertObject
 from everystep.universal.torch_file.reading import StoredTensor
 
 
@@ -51,4 +51,4 @@ def _record(name: str, state: Any) -> Any:
     """What `read_torch_file` makes of such an object."""
     if name == NAMESPACE:
         return argparse.Namespace(**state)
-    return Record(name, (state,)) if name == STAGE else Record(name, (), state)
+    return InertObject(name, (state,)) if name == STAGE else InertObject(name, (), state)

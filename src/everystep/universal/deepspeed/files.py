@@ -35,7 +35,7 @@ from everystep.universal.deepspeed.names import (
 )
 from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
-from everystep.universal.torch_file.values import is_shape
+from everystep.universal.torch_file.torch_values import is_shape
 from everystep.universal.training_state import TrainingState, plain
 
 _MOST_RANKS = 1 << 20

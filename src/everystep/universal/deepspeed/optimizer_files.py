@@ -18,7 +18,7 @@ from everystep.universal.deepspeed.experts import Experts
 from everystep.universal.deepspeed.files import Folder, Shape, content_of, param_shapes, partition
 from everystep.universal.deepspeed.names import FP32, STAGE
 from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
-from everystep.universal.torch_file.pickle_machine import Record
+from everystep.universal.torch_file.pickle_machine import InertObject
 from everystep.universal.torch_file.reading import StoredTensor
 
 
@@ -57,7 +57,7 @@ class RankOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flat:
+class _RankFile:
     """What one rank's file holds, in one form for all stages: a list by group."""
 
     path: str
@@ -68,7 +68,7 @@ class _Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _VectorRange:
     """Elements `start` to `stop` of a parameter lie in the flat vectors of a rank from element `first` on."""
 
     rank: int
@@ -112,7 +112,7 @@ def read_zero(folder: Folder, mp: int) -> RankOptimizer:
 # --- the files
 
 
-def _read_flat(folder: Folder, path: str) -> _Flat:
+def _read_flat(folder: Folder, path: str) -> _RankFile:
     inner = folder.read(path).get("optimizer_state_dict")
     if not isinstance(inner, dict):
         raise UnsupportedSource(f"{path}: there is no 'optimizer_state_dict'")
@@ -123,7 +123,7 @@ def _read_flat(folder: Folder, path: str) -> _Flat:
     if not isinstance(masters, list) or not all(isinstance(one, StoredTensor) for one in masters):
         raise UnsupportedSource(f"{path}: the FP32 weights are in a form that is not known")
     states, groups = _states(path, base, len(masters))
-    return _Flat(path, masters, states, groups, inner)
+    return _RankFile(path, masters, states, groups, inner)
 
 
 def _states(path: str, base: object, count: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -148,11 +148,11 @@ def _states(path: str, base: object, count: int) -> tuple[list[Mapping[str, Any]
     return states, groups
 
 
-def _stage(folder: Folder, flats: Sequence[_Flat]) -> int:
+def _stage(folder: Folder, flats: Sequence[_RankFile]) -> int:
     stages: set[int] = set()
     for flat in flats:
         stage = flat.content.get("zero_stage", 1)  # BF16_Optimizer, which works as stage 1, does not say
-        if isinstance(stage, Record) and stage.name == STAGE and len(stage.args) == 1:
+        if isinstance(stage, InertObject) and stage.name == STAGE and len(stage.args) == 1:
             stage = stage.args[0]
         if type(stage) is not int or not 1 <= stage <= 3:
             raise UnsupportedSource(f"{flat.path}: ZeRO stage {stage!r} is not known")
@@ -168,7 +168,7 @@ def _stage(folder: Folder, flats: Sequence[_Flat]) -> int:
 
 
 def _members(
-    flats: Sequence[_Flat], group: int, named: Mapping[str, Shape], experts: Experts
+    flats: Sequence[_RankFile], group: int, named: Mapping[str, Shape], experts: Experts
 ) -> list[tuple[Sequence[int], int]]:
     """The data-parallel ranks that share a group, and the expert-parallel rank whose experts it holds."""
     counts = flats[0].content.get("partition_count")
@@ -186,11 +186,11 @@ def _members(
 def _pieces(
     folder: Folder,
     stage: int,
-    flats: Sequence[_Flat],
+    flats: Sequence[_RankFile],
     members: Sequence[int],
     group: int,
     named: Mapping[str, Shape],
-) -> dict[str, list[_Piece]]:
+) -> dict[str, list[_VectorRange]]:
     if stage == 3:
         return _whole_pieces(members, named)
     found = _cut_pieces(folder, flats, members, group, named)
@@ -198,10 +198,10 @@ def _pieces(
 
 
 def _cut_pieces(
-    folder: Folder, flats: Sequence[_Flat], members: Sequence[int], group: int, named: Mapping[str, Shape]
-) -> dict[str, list[_Piece]]:
+    folder: Folder, flats: Sequence[_RankFile], members: Sequence[int], group: int, named: Mapping[str, Shape]
+) -> dict[str, list[_VectorRange]]:
     """ZeRO-1 and 2: what each rank's slice mappings say, in the order of ranks."""
-    found: dict[str, list[_Piece]] = {name: [] for name in named}
+    found: dict[str, list[_VectorRange]] = {name: [] for name in named}
     done = dict.fromkeys(found, 0)
     for rank in members:
         flat = flats[rank]
@@ -215,13 +215,13 @@ def _cut_pieces(
                 raise CorruptCheckpoint(
                     "the model file does not have this parameter", path=flat.path, leaf=str(name)
                 )
-            known = address.attributes if isinstance(address, Record) else {}
+            known = address.attributes if isinstance(address, InertObject) else {}
             count, first = known.get("numel"), known.get("start")
             if type(count) is not int or type(first) is not int or count < 0 or first < 0:
                 raise CorruptCheckpoint("the place of a piece is damaged", path=flat.path, leaf=name)
             start = done[name]
             done[name] += count
-            found[name].append(_Piece(rank, first, start, start + count))
+            found[name].append(_VectorRange(rank, first, start, start + count))
     for name, shape in named.items():
         if done[name] != math.prod(shape):
             raise CorruptCheckpoint(
@@ -233,7 +233,7 @@ def _cut_pieces(
     return found
 
 
-def _in_order(pieces: Mapping[str, list[_Piece]], named: Mapping[str, Shape]) -> bool:
+def _in_order(pieces: Mapping[str, list[_VectorRange]], named: Mapping[str, Shape]) -> bool:
     """Whether the slice mappings have the parameters in the order in which the model file lists them.
 
     With ``round_robin_gradients`` DeepSpeed (0.19.8) makes the mappings in the order of the model, but lays
@@ -245,18 +245,18 @@ def _in_order(pieces: Mapping[str, list[_Piece]], named: Mapping[str, Shape]) ->
 
 
 def _walked_pieces(
-    flats: Sequence[_Flat], members: Sequence[int], group: int, named: Mapping[str, Shape]
-) -> dict[str, list[_Piece]]:
+    flats: Sequence[_RankFile], members: Sequence[int], group: int, named: Mapping[str, Shape]
+) -> dict[str, list[_VectorRange]]:
     """ZeRO-1 and 2, from the order of parameters: end to end, cut into parts as long as the first."""
     paddings = flats[members[0]].content.get("param_alignment_paddings")
     after = paddings[group] if isinstance(paddings, list) and group < len(paddings) else [0] * len(named)
     length = max(1, flats[members[0]].masters[group].count)
-    found: dict[str, list[_Piece]] = {}
+    found: dict[str, list[_VectorRange]] = {}
     begin = 0
     for (name, shape), padding in zip(named.items(), after, strict=True):
         end = begin + math.prod(shape)
         found[name] = [
-            _Piece(members[number], max(begin - number * length, 0), low - begin, high - begin)
+            _VectorRange(members[number], max(begin - number * length, 0), low - begin, high - begin)
             for number in range(begin // length, min(-(-end // length), len(members)))
             if (low := max(begin, number * length)) < (high := min(end, (number + 1) * length))
         ]
@@ -264,15 +264,15 @@ def _walked_pieces(
     return found
 
 
-def _whole_pieces(members: Sequence[int], named: Mapping[str, Shape]) -> dict[str, list[_Piece]]:
+def _whole_pieces(members: Sequence[int], named: Mapping[str, Shape]) -> dict[str, list[_VectorRange]]:
     """ZeRO-3: each parameter takes the same number of elements on every rank, the last ones padded."""
-    found: dict[str, list[_Piece]] = {}
+    found: dict[str, list[_VectorRange]] = {}
     first = 0
     for name, shape in named.items():
         count = math.prod(shape)
         cuts = [partition(count, len(members), number) for number in range(len(members))]
         found[name] = [
-            _Piece(rank, first, start, stop)
+            _VectorRange(rank, first, start, stop)
             for rank, (start, stop) in zip(members, cuts, strict=True)
             if start < stop
         ]
@@ -286,12 +286,12 @@ def _whole_pieces(members: Sequence[int], named: Mapping[str, Shape]) -> dict[st
 def _add_states(
     made: RankOptimizer,
     folder: Folder,
-    flats: Sequence[_Flat],
+    flats: Sequence[_RankFile],
     members: Sequence[int],
     group: int,
     named: Mapping[str, Shape],
     names: Mapping[str, str],
-    pieces: Mapping[str, list[_Piece]],
+    pieces: Mapping[str, list[_VectorRange]],
 ) -> None:
     vectors: dict[str, dict[int, Any]] = {FP32: {rank: flats[rank].masters[group] for rank in members}}
     shared = ParameterState()
@@ -322,12 +322,12 @@ def _add_states(
 
 def _leaf(
     folder: Folder,
-    flats: Sequence[_Flat],
+    flats: Sequence[_RankFile],
     key: str,
     parameter: str,
     shape: Shape,
     vectors: Mapping[int, Any],
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_VectorRange],
 ) -> SourceLeaf:
     """A tensor of pieces of the flat vectors of ranks."""
     fragments: list[SourceFragment] = []
@@ -363,7 +363,7 @@ def _is_vector(entry: StoredTensor, master: StoredTensor) -> bool:
 
 
 def _require_equal(
-    folder: Folder, flats: Sequence[_Flat], entries: Mapping[int, Any], key: str, parameter: str
+    folder: Folder, flats: Sequence[_RankFile], entries: Mapping[int, Any], key: str, parameter: str
 ) -> None:
     """Numbers that every rank keeps for itself, such as the step, are the same on all."""
     contents: set[bytes] = set()

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.deepspeed.cuts import PARAM, rule_of_fields
 from everystep.universal.deepspeed.files import (
     Shape,
     add_values,
@@ -47,13 +46,14 @@ from everystep.universal.deepspeed.names import (
     WANTED_UNIVERSAL,
     ZERO,
 )
+from everystep.universal.deepspeed.parameter_fields import PARAM, rule_of_fields
 from everystep.universal.presets import deepspeed_rules
 from everystep.universal.rules import Rule, replicated, rule
 from everystep.universal.source import Source, SourceLeaf, flat_fragments
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.leaves import leaf_of, lying_leaf
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
-from everystep.universal.torch_file.values import is_shape
+from everystep.universal.torch_file.torch_values import is_shape
 from everystep.universal.training_state import TrainingState, plain
 from everystep.universal.union import Holders, union
 

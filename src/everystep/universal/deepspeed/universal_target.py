@@ -29,7 +29,6 @@ from typing import Any
 from everystep.engine import fs
 from everystep.errors import SpecError
 from everystep.universal.atomic_output import output_directory, refuse_directory
-from everystep.universal.deepspeed.cuts import CAT_DIM, PARAM, fields_of_rule
 from everystep.universal.deepspeed.names import (
     BUFFERS,
     DEGREES,
@@ -50,19 +49,20 @@ from everystep.universal.deepspeed.names import (
     ZERO,
     model_file,
 )
-from everystep.universal.deepspeed.training import training_of
+from everystep.universal.deepspeed.parameter_fields import CAT_DIM, PARAM, fields_of_rule
+from everystep.universal.deepspeed.universal_training import training_of
 from everystep.universal.items import Job, OutputFile, progress_of
 from everystep.universal.presets import deepspeed_rules
 from everystep.universal.readback import compare_with
 from everystep.universal.rules import Rule, replicated, rule
 from everystep.universal.split import LocalPlan, split
-from everystep.universal.torch_file.directories import (
+from everystep.universal.torch_file.pickle_writer import Instance, PendingTensor, Size
+from everystep.universal.torch_file.writing import (
     LeafBytes,
     TorchFile,
     leaf_tensor,
     write_files,
 )
-from everystep.universal.torch_file.pickle_writer import Instance, PendingTensor, Size
 
 KIND = "ds-universal"
 _HERE = b"."

@@ -1,4 +1,4 @@
-"""The weights, buffers and frozen parameters of the model, from whichever files have them.
+"""The weights, buffers and frozen parameters of the model, from all files that have some.
 
 Without a pipeline they are in the model files, with one in a file for each layer; experts have files of their
 own. ZeRO-3 has only buffers in the model files, and frozen parameters cut like the others.

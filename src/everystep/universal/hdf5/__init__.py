@@ -1,4 +1,6 @@
-"""hdf5: HDF5 files.
+"""hdf5: HDF5 files, and those of Keras.
 
-`source` reads any, and those of Keras (``.h5``, ``.weights.h5``, ``.keras``).
+| module | what it owns |
+|---|---|
+| `source` | reads them with h5py |
 """

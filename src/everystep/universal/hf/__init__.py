@@ -1,5 +1,8 @@
-"""hf: Hugging Face.
+"""hf: Hugging Face directories, with weights of transformers and checkpoints of its Trainer.
 
-`source` and `target` are directories of ``from_pretrained``, `trainer` a Trainer's ``checkpoint-N``, `names`
-what parameters are called in models of transformers.
+| module | what it owns |
+|---|---|
+| `source`, `target` | the weights in one file or in shards, as ``from_pretrained`` opens them |
+| `names` | where a model of transformers begins in the names of parameters |
+| `trainer` | directories ``checkpoint-N``; `torch_file.source` calls it |
 """

@@ -17,7 +17,7 @@ import msgspec
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.store.read.read_errors import open_stored, read_up_to, reading
-from everystep.universal.safetensors.source import Names, read_leaves
+from everystep.universal.safetensors.source import MetadataNames, read_leaves
 from everystep.universal.source import Source, SourceLeaf
 from everystep.universal.state_tree import source_of
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
@@ -52,7 +52,7 @@ class _Index(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightFiles:
     """The file that holds the weights, or the index of those that do. `variant` is empty as a rule."""
 
     name: str
@@ -93,11 +93,11 @@ def describe(path: str, spec: object = None, as_training: bool | None = None) ->
     return source_of(path, KIND, state, step=step, facts=facts, carried=carried_files(path))
 
 
-def find_weights(path: str) -> Weights | None:
+def find_weights(path: str) -> WeightFiles | None:
     """The weights in a directory; None if there are none."""
     for name in _FILES:
         if os.path.isfile(os.path.join(path, name)):
-            return Weights(name)
+            return WeightFiles(name)
     if not os.path.isdir(path):
         return None
     variants: dict[str, list[str]] = {}
@@ -111,11 +111,11 @@ def find_weights(path: str) -> Weights | None:
             "name the file to read"
         )
     for variant, names in variants.items():
-        return Weights(min(names, key=lambda name: (name.startswith("pytorch"), name)), variant)
+        return WeightFiles(min(names, key=lambda name: (name.startswith("pytorch"), name)), variant)
     return None
 
 
-def read_weights(path: str, weights: Weights) -> tuple[dict[str, Any], int | None, int]:
+def read_weights(path: str, weights: WeightFiles) -> tuple[dict[str, Any], int | None, int]:
     """The state that the files of a directory hold, the step that they state, and how many files there are.
 
     Tensors are in the order of the files; those of `torch.save` are in the order of the model.
@@ -124,7 +124,7 @@ def read_weights(path: str, weights: Weights) -> tuple[dict[str, Any], int | Non
         torch_files = _read_files(path, weights, _read_torch_weights)
         model = {name: tensor for held in torch_files for name, tensor in held.items()}
         return {"model": model}, None, len(torch_files)
-    said: dict[str, Names] = {}
+    said: dict[str, MetadataNames] = {}
 
     def read(file: str) -> dict[str, SourceLeaf]:
         said[file], leaves = read_leaves(file, _PREFIX)
@@ -138,7 +138,7 @@ def read_weights(path: str, weights: Weights) -> tuple[dict[str, Any], int | Non
     return arranged_names(path, leaves), max(steps, default=None), len(files)
 
 
-def _read_files(path: str, weights: Weights, read: Callable[[str], dict[str, T]]) -> list[dict[str, T]]:
+def _read_files(path: str, weights: WeightFiles, read: Callable[[str], dict[str, T]]) -> list[dict[str, T]]:
     """What each file holds by name; of shards, what the index says is in them."""
     where = os.path.join(path, weights.name)
     if not weights.is_index:

@@ -14,7 +14,7 @@ from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.universal.hf.source import (
-    Weights,
+    WeightFiles,
     carried_files,
     find_weights,
     read_weights,
@@ -74,7 +74,7 @@ def _model(path: str) -> dict[str, SourceLeaf | StoredTensor]:
                 "the directory has no model.safetensors, pytorch_model.bin or index of several of them",
                 path=path,
             )
-        weights = Weights(adapter)
+        weights = WeightFiles(adapter)
     model: dict[str, SourceLeaf | StoredTensor] = read_weights(path, weights)[0].get("model", {})
     return model
 

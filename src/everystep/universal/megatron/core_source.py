@@ -175,11 +175,11 @@ def _flat_leaf(directory: DcpDirectory, name: str, shape: object) -> SourceLeaf:
             leaf=name,
         )
     fragments: list[SourceFragment] = []
-    for piece in directory.pieces(name):
-        if any(n != 1 for n in piece.box.shape[:-1]):
+    for held, stored_tensor in directory.stored_boxes(name):
+        if any(n != 1 for n in held.shape[:-1]):
             raise UnsupportedSource(f"{directory.metadata_path}: {name!r} has a piece of several parts")
-        corner = tuple(n * at for n, at in zip(part, piece.box.start[:-1], strict=True))
-        flat = (piece.stored.file, piece.stored.offset, piece.box.start[-1], piece.box.stop[-1])
+        corner = tuple(n * at for n, at in zip(part, held.start[:-1], strict=True))
+        flat = (stored_tensor.file, stored_tensor.offset, held.start[-1], held.stop[-1])
         for fragment in flat_fragments(*flat, part, itemsize(dtype)):
             start = tuple(a + b for a, b in zip(corner, fragment.box.start, strict=True))
             fragments.append(replace(fragment, box=Box(start, fragment.box.shape)))

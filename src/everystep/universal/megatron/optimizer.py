@@ -22,21 +22,21 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptimizerGroup:
     names: tuple[str, ...]
     options: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerState:
+class RankOptimizer:
     """Of one rank, by parameter and kind of state: tensors, and numbers. ``fp32`` is the master copy."""
 
     tensors: Mapping[str, Mapping[str, StoredTensor]]
     values: Mapping[str, Mapping[str, object]]
-    groups: tuple[Group, ...]
+    groups: tuple[OptimizerGroup, ...]
 
 
-def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerState | None:
+def read_optimizer(file: str, saved: object, parameters: Shapes) -> RankOptimizer | None:
     """The state in a rank's file, given its parameters in order; None if the file has none."""
     if not isinstance(saved, Mapping):
         return None
@@ -49,7 +49,7 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerSta
         masters = []
     tensors: dict[str, dict[str, StoredTensor]] = {}
     values: dict[str, dict[str, object]] = {}
-    found: list[Group] = []
+    found: list[OptimizerGroup] = []
     for number, group in enumerate(groups):
         indices = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(indices, (list, tuple)) or not all(isinstance(index, int) for index in indices):
@@ -76,8 +76,8 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerSta
         options = {
             key: value for key, value in group.items() if key not in ("params", NAMES) and _is_plain(value)
         }
-        found.append(Group(tuple(names), options))
-    return OptimizerState(tensors, values, tuple(found))
+        found.append(OptimizerGroup(tuple(names), options))
+    return RankOptimizer(tensors, values, tuple(found))
 
 
 def _shape(state: Mapping[Any, Any], index: object, master: Sequence[Any], at: int) -> tuple[int, ...] | None:

@@ -2,8 +2,8 @@
 
 Each holds ``model_optim_rng.pt`` (or ``model_rng.pt``). A pipeline stage numbers its layers from 0, so names
 get the number of the layers before it. With interleaved stages a file has ``model0``, ``model1`` and so on;
-the first of all stages come before the second. Which parameter is cut how over tensor-parallel ranks is told
-by a spec; without one, by the preset ``megatron-gpt`` with the arguments that the files have.
+the first of all stages come before the second. A spec says how tensor-parallel ranks
+cut each parameter; without one, the preset ``megatron-gpt`` does, with the arguments in the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.megatron.optimizer import OptimizerState, read_optimizer
+from everystep.universal.megatron.optimizer import RankOptimizer, read_optimizer
 from everystep.universal.rules import Replicated, Rule
 from everystep.universal.source import Source, SourceLeaf
 from everystep.universal.spec import Assigned, Spec
@@ -315,7 +315,7 @@ def _join_optimizer(
     made: TrainingState,
 ) -> str:
     """Adds what the optimizer holds of each parameter; says what was found."""
-    states: dict[tuple[int, int], OptimizerState] = {}
+    states: dict[tuple[int, int], RankOptimizer] = {}
     for (tensor, stage), rank in found.ranks.items():
         names = {
             _global_name(name, found.first_layers[chunk, stage]): stored.shape

@@ -16,12 +16,12 @@ from dataclasses import replace
 from everystep.engine import fs
 from everystep.errors import StateMismatch
 from everystep.universal.atomic_output import output_directory, refuse_directory
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.items import MODEL, Job, OutputFile, progress_of
 from everystep.universal.megatron.target_ranks import OPTIMIZER, Ranks, state_name
-from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_copies, compare_written
 from everystep.universal.recognition import describe
-from everystep.universal.torch_file.directories import TorchFile, write_files
+from everystep.universal.torch_file.writing import TorchFile, write_files
 
 KIND = "megatron"
 _LATEST = "latest_checkpointed_iteration.txt"

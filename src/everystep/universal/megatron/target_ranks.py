@@ -14,8 +14,8 @@ from everystep.universal.megatron.optimizer import NAMES
 from everystep.universal.rules import Flat, Replicated, Rule, Unique
 from everystep.universal.spec import Spec
 from everystep.universal.split import LocalPlan, split, stage_layers
-from everystep.universal.torch_file.directories import LeafBytes
 from everystep.universal.torch_file.pickle_writer import Instance, PendingTensor
+from everystep.universal.torch_file.writing import LeafBytes
 
 OPTIMIZER = "optimizer."
 _GROUPS = "optimizer.param_groups"
@@ -80,7 +80,7 @@ class Ranks:
     # --- parameters
 
     def _preset(self) -> Spec:
-        """The preset for Megatron's names, with what the source tells of the model."""
+        """The preset for Megatron's names, with what the source says about the model."""
         names = {name.removeprefix(MODEL) for name in self._items if name.startswith(MODEL)}
         words = next((self._items[MODEL + name].shape[0] for name in _WORDS if name in names), None)
         own_output = any(

@@ -1,4 +1,6 @@
 """npz: files of ``numpy.savez``.
 
-`source` reads them.
+| module | what it owns |
+|---|---|
+| `source` | reads them |
 """

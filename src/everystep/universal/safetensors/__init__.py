@@ -1,4 +1,6 @@
-"""safetensors: single safetensors files.
+"""safetensors: single safetensors files, of any writer.
 
-`source` reads and `target` writes them; `header` says where tensors lie.
+| module | what it owns |
+|---|---|
+| `source`, `target` | a file as leaves, and leaves as a file |
 """

@@ -49,13 +49,13 @@ def describe(path: str, spec: object = None, as_training: bool | None = None) ->
     return source_of(path, KIND, state, arranged=bool(as_training))
 
 
-def read_leaves(path: str, prefix: str = "") -> tuple[Names, dict[str, SourceLeaf]]:
+def read_leaves(path: str, prefix: str = "") -> tuple[MetadataNames, dict[str, SourceLeaf]]:
     """What a file's metadata says about names, and its leaves by the names of their entries.
 
     `prefix` is what names have lost in a file that does not say it.
     """
     header = read_header(path)
-    names = Names(header.metadata, path, prefix)
+    names = MetadataNames(header.metadata, path, prefix)
     entries = (entry for entry in header.entries if not is_pad(entry.name))
     return names, {entry.name: _leaf_of(path, header, entry, names) for entry in entries}
 
@@ -74,7 +74,7 @@ def read_header(path: str) -> Header:
     return parse_header(data, nbytes, path, own=False)
 
 
-class Names:
+class MetadataNames:
     """What the metadata of a file says about names; of a file that Everystep did not export, nothing.
 
     `prefix` is what names have lost in a file that does not say it.
@@ -119,7 +119,7 @@ def types_of(entry: HeaderEntry, path: str) -> tuple[str, tuple[int, ...]]:
     return found
 
 
-def _leaf_of(path: str, header: Header, entry: HeaderEntry, names: Names) -> SourceLeaf:
+def _leaf_of(path: str, header: Header, entry: HeaderEntry, names: MetadataNames) -> SourceLeaf:
     """The leaf that an entry of a file is."""
     name = entry.name.removeprefix("leaf:") if names.exported else entry.name
     dtype, shape = types_of(entry, path)

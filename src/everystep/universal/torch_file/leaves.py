@@ -20,20 +20,20 @@ from everystep.universal.torch_file.reading import StoredTensor
 from everystep.universal.torch_file.zip_reader import OpenFile
 
 
-def leaf_of_pieces(
-    name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, StoredTensor]], title: str = ""
+def leaf_of_boxes(
+    name: str, dtype: str, shape: tuple[int, ...], boxes: Sequence[tuple[Box, StoredTensor]], title: str = ""
 ) -> SourceLeaf:
     """A leaf that tensors are together, each a box of it. `title` is its name in messages."""
-    if not any((one.conj or one.neg or one.scattered) and one.count for _, one in pieces):
+    if not any((one.conj or one.neg or one.scattered) and one.count for _, one in boxes):
         fragments: list[SourceFragment] = []
-        for box, tensor in pieces:
+        for box, tensor in boxes:
             fragments.extend(tensor.fragments(box, leaf=title or name))
         return SourceLeaf(name, dtype, shape, tuple(fragments))
-    files = tuple({tensor.file: None for _, tensor in pieces})
+    files = tuple({tensor.file: None for _, tensor in boxes})
 
     def write(out: BinaryIO) -> None:
         found = np.empty((*shape, dtypes.itemsize(dtype)), np.uint8)
-        for box, tensor in pieces:
+        for box, tensor in boxes:
             with OpenFile(tensor.file) as file:
                 data = bytearray(file.read(tensor.offset, tensor.span_nbytes))
             _flip(tensor, data)
@@ -48,7 +48,7 @@ def leaf_of_pieces(
 
 def leaf_of(name: str, tensor: StoredTensor) -> SourceLeaf:
     """A tensor that is all of a leaf."""
-    leaf = leaf_of_pieces(name, tensor.dtype, tensor.shape, [(whole(tensor.shape), tensor)])
+    leaf = leaf_of_boxes(name, tensor.dtype, tensor.shape, [(whole(tensor.shape), tensor)])
     return replace(leaf, is_parameter=tensor.is_parameter, requires_grad=tensor.requires_grad)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.universal.torch_file.pickle_machine import Maker, Name, Refused, Setter
+from everystep.universal.torch_file.pickle_machine import ClassName, Maker, Refused, Setter
 
 _CODE = re.compile(r"(?:[biufc]\d{1,2}|[SUV]\d{1,9}|[mM]8|O8|O)", re.ASCII)
 _UNIT = re.compile(rb"(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)")
@@ -21,7 +21,7 @@ _make_scalar: Any = np.float32(0).__reduce__()[0]
 
 def _dtype(code: object, align: object, copy: object) -> np.dtype[Any]:
     """A type of its own: `_set_dtype` gives it the byte order."""
-    if isinstance(code, Name):
+    if isinstance(code, ClassName):
         raise Refused(f"numpy type {code.text!r} is not known")
     if not isinstance(code, str) or _CODE.fullmatch(code) is None or align or not copy:
         raise Refused(f"numpy type {code!r} is not one of numbers, times or text")
@@ -71,7 +71,7 @@ def _scalar(dtype: object, data: object) -> np.generic:
 
 def _reconstruct(kind: object, shape: object, code: object) -> np.ndarray[Any, Any]:
     """An array to be filled by `_set_array`."""
-    if not isinstance(kind, Name) or kind.text != "numpy.ndarray" or shape != (0,) or code != b"b":
+    if not isinstance(kind, ClassName) or kind.text != "numpy.ndarray" or shape != (0,) or code != b"b":
         raise ValueError("a numpy array of an unknown form")
     return np.empty(0, np.int8)
 

@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 from everystep.universal.torch_file.numpy_classes import NUMPY_MAKERS, NUMPY_SETTERS
-from everystep.universal.torch_file.pickle_machine import Maker, Name, Refused, Setter, checked_key
-from everystep.universal.torch_file.values import TorchDevice, TorchDtype, TorchSize
+from everystep.universal.torch_file.pickle_machine import ClassName, Maker, Refused, Setter, checked_key
+from everystep.universal.torch_file.torch_values import TorchDevice, TorchDtype, TorchSize
 
 TORCH_DTYPES = {
     "float64": "F64",
@@ -68,8 +68,8 @@ def _default(*args: Any) -> defaultdict[Any, Any]:
     (factory,) = args or (None,)
     if factory is None:
         return defaultdict(None)
-    if not isinstance(factory, Name) or factory.text not in _TYPES:
-        named = factory.text if isinstance(factory, Name) else type(factory).__name__
+    if not isinstance(factory, ClassName) or factory.text not in _TYPES:
+        named = factory.text if isinstance(factory, ClassName) else type(factory).__name__
         raise Refused(f"a defaultdict whose entries are made by {named!r}")
     return defaultdict(_TYPES[factory.text])
 
@@ -232,10 +232,10 @@ def _device(kind: Any, index: Any = None) -> TorchDevice:
     return TorchDevice(kind if index is None else f"{kind}:{index}")
 
 
-def _layout(name: Any) -> Name:
+def _layout(name: Any) -> ClassName:
     if type(name) is not str:
         raise TypeError("a layout that is not text")
-    return Name(name)
+    return ClassName(name)
 
 
 def not_called(name: str) -> Maker:

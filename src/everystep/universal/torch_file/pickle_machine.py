@@ -1,9 +1,9 @@
 """Reads pickles without running code.
 
 A pickle is a program that may call anything Python can import. This machine imports and calls nothing: a
-class or function in a pickle is only a `Name`, and the caller gives a table of what each name makes of its
-arguments. Names of a second list become inert `Record`s. Any other name is an error that says which, and
-where in the object it stands as far as that is known.
+class or function in a pickle is only a `ClassName`, and the caller gives a table of what each name makes of
+its arguments. Objects of the names in a second list become an `InertObject`. Any other name is an error that
+says which, and where in the object it stands as far as that is known.
 
 The opcodes are those of Python's own unpickler, of protocols 2 to 5. This module replaces those that look up
 a name, call something or change an object. It also owns the limits: the number of opcodes (and with it of
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
-from everystep.universal.torch_file.values import TorchDevice, TorchDtype
+from everystep.universal.torch_file.torch_values import TorchDevice, TorchDtype
 
 MAX_PICKLE_NBYTES = 256 << 20
 MAX_OPCODES = 64_000_000
@@ -38,14 +38,14 @@ _MAX_KEY_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class ClassName:
     """A class or function that a pickle mentions."""
 
     text: str
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class InertObject:
     """An object of a class that is only known by name: what it was made of, and its attributes."""
 
     name: str
@@ -76,7 +76,7 @@ Setter = Callable[[Any, Any], None]
 _KEY_TYPES = (
     *(str, bytes, float, np.number, np.bool_, np.character, np.datetime64, np.timedelta64),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.timezone, PurePath),
-    *(TorchDtype, TorchDevice, Name, Record),
+    *(TorchDtype, TorchDevice, ClassName, InertObject),
 )
 
 
@@ -141,14 +141,14 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
 
     def call(self, function: object, args: object) -> Any:
         """What the table makes of a name and arguments; for makers that get a function as an argument."""
-        if not isinstance(function, Name):
+        if not isinstance(function, ClassName):
             raise self._corrupt(f"the pickle calls {_kind(function)}, which is not a class or function")
         if not isinstance(args, tuple):
             raise self._corrupt(f"the pickle calls {function.text} with {_kind(args)}")
         maker = self._makers.get(function.text)
         if maker is None:
             if function.text in self._inert:
-                return Record(function.text, args)
+                return InertObject(function.text, args)
             raise self._refuse(function.text)
         try:
             return maker(*args)
@@ -197,7 +197,7 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
         if text in self._values:
             return self._values[text]
         if text in self._makers or text in self._inert:
-            return Name(text)
+            return ClassName(text)
         raise self._refuse(text)
 
     def persistent_load(self, key: object) -> object:
@@ -250,7 +250,7 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
                 container, inside, marked = inside[-1], [], True
             else:  # the mark of a tuple, which may be the arguments of a call or a state
                 is_state = bool(inside) and self._setter(inside[-1]) is not None
-                is_call = bool(inside) and isinstance(inside[-1], Name)
+                is_call = bool(inside) and isinstance(inside[-1], ClassName)
                 keys += _open_key(container, inside[:-1] if is_state else inside)
                 container, inside, marked = None if is_state or is_call else _MARK, [], True
         keys += _open_key(container, inside)
@@ -289,7 +289,7 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
     def _build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, InertObject):
             target.state = state
             return
         setter = self._setter(target)
@@ -319,7 +319,7 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
 
     def _set_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, InertObject):
             target = target.items
         if not isinstance(target, dict) or len(values) % 2:
             raise self._corrupt(f"the pickle sets items of {_kind(target)}")
@@ -357,23 +357,25 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, (Record, Name)):
-        return f"a {(value.name if isinstance(value, Record) else value.text)!r}"
+    if isinstance(value, (InertObject, ClassName)):
+        return f"a {(value.name if isinstance(value, InertObject) else value.text)!r}"
     return f"a {type(value).__name__}"
 
 
 def _is_container(item: object) -> bool:
-    return isinstance(item, (list, deque, dict, Record))
+    return isinstance(item, (list, deque, dict, InertObject))
 
 
 def _open_key(container: object, inside: list[Any]) -> list[object]:
     """The key or index of a container's entry that is being read, as far as it has one."""
-    if isinstance(container, (dict, Record)):
+    if isinstance(container, (dict, InertObject)):
         # Keys and values take turns. What stands at the place of a value and is called is not yet one.
-        called = next((i for i, item in enumerate(inside) if i % 2 and isinstance(item, Name)), len(inside))
+        called = next(
+            (i for i, item in enumerate(inside) if i % 2 and isinstance(item, ClassName)), len(inside)
+        )
         return [inside[called - 1]] if called % 2 and isinstance(inside[called - 1], (str, int)) else []
     if container is _MARK or isinstance(container, (list, deque)):
-        called = next((i for i, item in enumerate(inside) if isinstance(item, Name)), len(inside))
+        called = next((i for i, item in enumerate(inside) if isinstance(item, ClassName)), len(inside))
         return [called if container is _MARK else len(container) + called]  # type: ignore[arg-type]
     return []
 

@@ -26,8 +26,8 @@ from everystep.universal.torch_file.pickle_classes import (
     TORCH_DTYPES,
     not_called,
 )
-from everystep.universal.torch_file.pickle_machine import MAX_PICKLE_NBYTES, Name, PickleMachine, Refused
-from everystep.universal.torch_file.values import TorchDtype
+from everystep.universal.torch_file.pickle_machine import MAX_PICKLE_NBYTES, ClassName, PickleMachine, Refused
+from everystep.universal.torch_file.torch_values import TorchDtype
 from everystep.universal.torch_file.zip_reader import LOCAL_MAGIC, OpenFile, ZipRecords
 
 MAX_RUNS = 4096
@@ -177,9 +177,14 @@ def read_torch_file(
 ) -> Any:
     """The object in a file of `torch.save`, with a `StoredTensor` in place of each tensor.
 
-    Objects of the classes in `allowed` become `Record`s. `start` and `nbytes` give a part of the file. Raises
-    `UnsupportedSource` for a class that is not known, `CorruptCheckpoint` for damage and
+    Raises `UnsupportedSource` for a class that is not known, `CorruptCheckpoint` for damage and
     `IncompleteCheckpoint` if there is no such file.
+
+    Args:
+        path: The file.
+        allowed: Classes whose objects become an `InertObject`.
+        start: Where the archive begins in the file.
+        nbytes: The archive's length; by default up to the end of the file.
     """
     path = os.path.abspath(path)
     try:
@@ -258,7 +263,12 @@ class _TorchArchive:
         if not isinstance(key, tuple) or len(key) != 5 or key[0] != "storage":
             raise self._corrupt("the pickle refers to something that is not a storage")
         _, kind, name, _, count = key
-        if not isinstance(kind, Name) or not isinstance(name, str) or type(count) is not int or count < 0:
+        if (
+            not isinstance(kind, ClassName)
+            or not isinstance(name, str)
+            or type(count) is not int
+            or count < 0
+        ):
             raise self._corrupt("the pickle refers to a storage in a way torch does not")
         dtype = STORAGES.get(kind.text)
         if dtype is None and kind.text not in _UNTYPED:
@@ -373,10 +383,10 @@ class _TorchArchive:
         return _with_attributes(self._parameter(data, requires_grad, hooks), state)
 
     def _typed(self, function: object, kind: object, args: object, state: object) -> StoredTensor:
-        if not isinstance(kind, Name) or kind.text not in _TENSOR_TYPES:
-            name = kind.text if isinstance(kind, Name) else type(kind).__name__
+        if not isinstance(kind, ClassName) or kind.text not in _TENSOR_TYPES:
+            name = kind.text if isinstance(kind, ClassName) else type(kind).__name__
             raise Refused(f"a tensor of type {name!r}")
-        if not isinstance(function, Name) or not function.text.startswith(_REBUILD):
+        if not isinstance(function, ClassName) or not function.text.startswith(_REBUILD):
             raise self._corrupt("a tensor that is made by something else")
         made = self._machine.call(function, args)
         return _with_attributes(made, state)

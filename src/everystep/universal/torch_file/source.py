@@ -17,7 +17,7 @@ from everystep.universal.hf.trainer import TRAINER_STATE, read_trainer
 from everystep.universal.optimizer_names import is_optimizer_state, optimizer_state
 from everystep.universal.source import Source
 from everystep.universal.state_tree import source_of, step_in
-from everystep.universal.torch_file.pickle_machine import Record
+from everystep.universal.torch_file.pickle_machine import InertObject
 from everystep.universal.torch_file.reading import StoredTensor, is_torch_file, read_torch_file
 
 KIND = "torch"
@@ -75,7 +75,7 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
 
 def _without_records(tree: Any) -> Any:
     """Lightning's ``AttributeDict`` is a dict with another way to read it."""
-    if isinstance(tree, Record) and not tree.args and tree.state is None:
+    if isinstance(tree, InertObject) and not tree.args and tree.state is None:
         tree = tree.items
     if type(tree) is dict:
         return {key: _without_records(value) for key, value in tree.items()}

@@ -13,10 +13,10 @@ from typing import Any
 from everystep.errors import SaveFailed
 from everystep.state.torch_arrays import load_torch, torch_dtype
 from everystep.universal.atomic_output import output_file, refuse_file
+from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.items import Job, OutputFile, progress_of
-from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_arrays
-from everystep.universal.torch_file.directories import TorchFile, pending_state, write_files
+from everystep.universal.torch_file.writing import TorchFile, pending_state, write_files
 
 
 def plan(job: Job) -> list[OutputFile]:

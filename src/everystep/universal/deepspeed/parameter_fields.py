@@ -27,7 +27,7 @@ from everystep.universal.rules import (
     rule,
     shard,
 )
-from everystep.universal.torch_file.pickle_machine import Record
+from everystep.universal.torch_file.pickle_machine import InertObject
 from everystep.universal.torch_file.pickle_writer import Instance
 
 PARAM, CAT_DIM, PARTS, SIZES, VOCABULARY = (
@@ -85,7 +85,7 @@ def rule_of_fields(fields: Mapping[str, Any], shape: tuple[int, ...], path: str)
 def _layout(fields: Mapping[str, Any], path: str) -> Layout:
     sizes = fields.get(SIZES)
     if sizes is not None:
-        known = sizes.attributes if isinstance(sizes, Record) else {}
+        known = sizes.attributes if isinstance(sizes, InertObject) else {}
         view, dim = known.get("shape"), known.get("partition_dim")
         if type(dim) is int and isinstance(view, tuple | list) and 0 <= dim < len(view):
             parts = view[dim] if isinstance(view[dim], tuple | list) else [view[dim]]

@@ -92,7 +92,7 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
-class Pickler:
+class ValuePickler:
     """The bytes that DCP's planner would have made of stored values. Equal values are pickled once."""
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 Small files are put together in memory, many at a time, and written at once. A large one streams to the disk.
 Leaves may be cast, and cut for one rank of a target (`LeafBytes.plan`).
 
-To sync thousands of files one after another would take longer than writing them. So the kernel is told to
-start writing when a file is complete, and one thread of ours syncs them while others write the next ones: a
+To sync thousands of files one after another would take longer than writing them. So the kernel starts
+writing when a file is complete, and one thread of ours syncs them while others write the next ones: a
 sync then finds little to do, and files share the commits of the file system's journal. ``syncfs`` would be
 one call, but would also wait for what other programs have written to the same file system, however much that
 is.
@@ -36,7 +36,7 @@ from everystep.store.stream.leaf_windows import WINDOW_NBYTES
 from everystep.universal.items import Job
 from everystep.universal.split import LocalPlan
 from everystep.universal.torch_file.pickle_writer import FlaggedTensor, PendingTensor, pickled
-from everystep.universal.torch_file.zip_format import Fill, TorchArchive, assemble, stream
+from everystep.universal.torch_file.zip_writer import Fill, TorchArchive, assemble, stream
 
 _BATCH_NBYTES = 16 << 20
 _STREAMED_NBYTES = 48 << 20
@@ -122,10 +122,10 @@ def write_files(
 ) -> None:
     """Writes files below a directory, durable on return, but for the name of the directory itself.
 
-    `progress` is told of bytes since the last call, by one thread at a time.
+    One thread at a time calls `progress` with the bytes written since the last call.
     """
     folders = _make_folders(directory, files)
-    writer = _Writer(checkpoint, directory, progress)
+    writer = _BatchWriter(checkpoint, directory, progress)
     with ThreadPoolExecutor(_WORKERS, "everystep-write") as pool, writer:
         running = [pool.submit(writer.write, batch) for batch in _batches(files)]
         done, _ = wait(running, return_when=FIRST_EXCEPTION)
@@ -166,7 +166,7 @@ def _batches(files: Sequence[TorchFile]) -> Iterator[list[TorchFile]]:
         yield gathered
 
 
-class _Writer:
+class _BatchWriter:
     """Writes batches, called by several threads; owns the thread that syncs."""
 
     def __init__(self, checkpoint: Checkpoint, directory: str, progress: Callable[[int], None]) -> None:
@@ -179,7 +179,7 @@ class _Writer:
         self._synced: list[Future[None]] = []
         self._stopped = False
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> _BatchWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -54,7 +54,7 @@ def checkpoints_in(directory: str) -> list[str]:
 
 
 def looked_for(path: str) -> str:
-    """What was looked for in vain, and what was found instead."""
+    """A sentence for messages: what was found there, and what was looked for."""
     return brief_findings(path)
 
 
@@ -91,7 +91,7 @@ class SourceFiles:
         return True
 
     def require_current(self) -> None:
-        """There is no other checkpoint of that path: nobody but its owner writes to it."""
+        """Does nothing: Everystep never replaces a foreign checkpoint."""
 
     def backend(self, name: str, forced: str | None) -> engine.Backend:
         """How to read a file. Finding out takes a read of its own, so it is done once."""

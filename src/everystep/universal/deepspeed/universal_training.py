@@ -14,12 +14,12 @@ from everystep.errors import UnsupportedState
 from everystep.store.stream.element_casts import FLOATS
 from everystep.universal.deepspeed.names import COUNTERS, FP32, OWN_KEYS, SCHEDULER, STEP
 from everystep.universal.items import Job
-from everystep.universal.torch_file.directories import pending_state
 from everystep.universal.torch_file.pickle_writer import PendingTensor
+from everystep.universal.torch_file.writing import pending_state
 
 
 @dataclass(slots=True)
-class Training:
+class UniversalTraining:
     """A training state in DeepSpeed's terms.
 
     `trained` are the parameters that the optimizer updates, `masters` their FP32 weights (or what these are
@@ -46,7 +46,7 @@ class Training:
     places: dict[str, str] = field(default_factory=dict)
 
 
-def training_of(job: Job) -> Training:
+def training_of(job: Job) -> UniversalTraining:
     """The parts of a conversion's state. `UnsupportedState` if DeepSpeed's layout has no place for one."""
     state, tensors = pending_state(job)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
@@ -54,7 +54,7 @@ def training_of(job: Job) -> Training:
             "DeepSpeed's universal layout needs the weights of a model, as leaves model.<name>"
         )
     rest = {str(key): value for key, value in state.items()}
-    training = Training(_flat(rest.pop("model")))
+    training = UniversalTraining(_flat(rest.pop("model")))
     optimizer = rest.pop("optimizer", None)
     if optimizer is not None:
         _add_optimizer(training, optimizer)
@@ -86,7 +86,7 @@ def _flat(model: Mapping[Any, Any], place: str = "") -> dict[str, Any]:
     return found
 
 
-def _add_optimizer(training: Training, optimizer: object) -> None:
+def _add_optimizer(training: UniversalTraining, optimizer: object) -> None:
     state = optimizer.get("state") if isinstance(optimizer, dict) else None
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     if not isinstance(state, dict) or not isinstance(groups, list):
@@ -102,7 +102,7 @@ def _add_optimizer(training: Training, optimizer: object) -> None:
             _add_state(training, name, str(key), value)
 
 
-def _add_state(training: Training, name: str, key: str, value: object) -> None:
+def _add_state(training: UniversalTraining, name: str, key: str, value: object) -> None:
     weight = training.model[name]
     if key == STEP:
         training.steps[name] = value
@@ -122,7 +122,7 @@ def _add_state(training: Training, name: str, key: str, value: object) -> None:
         )
 
 
-def _find_trained(training: Training) -> None:
+def _find_trained(training: UniversalTraining) -> None:
     """Those in the optimizer's groups; else those with state; else all of the model's own floating point."""
     first: dict[int, str] = {}
     for name, value in training.model.items():
@@ -153,7 +153,7 @@ def _find_trained(training: Training) -> None:
         _require_file_name(name)
 
 
-def _add_masters(training: Training) -> None:
+def _add_masters(training: UniversalTraining) -> None:
     for name in training.trained:
         weight = training.model[name]
         if not isinstance(weight, PendingTensor) or weight.dtype not in FLOATS:
@@ -166,7 +166,7 @@ def _add_masters(training: Training) -> None:
             training.shared[owner] = name
 
 
-def _places(job: Job, training: Training, tensors: Mapping[str, PendingTensor]) -> dict[str, str]:
+def _places(job: Job, training: UniversalTraining, tensors: Mapping[str, PendingTensor]) -> dict[str, str]:
     """Where each item is found when the result is read: what belonged to one rank is there without that."""
     client: dict[int, str] = {}
     _walk(training.client, "", client)
