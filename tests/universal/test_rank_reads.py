@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import everystep
-from everystep.store.read.shard_reader import ShardReader
+from support.processes.counted_reads import counted_reads
 from support.worlds.launcher import launch, values
 
 torch = pytest.importorskip("torch")
@@ -31,15 +30,7 @@ def _restore(path: str, run: str) -> list[tuple[int, int, bool]]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for way in ("load", "start_from"):
         model = fully_shard(_model(1), mesh=mesh)
-        read = 0
-        engine_read = ShardReader._engine_read
-
-        def counted(self: Any, file: Any, pieces: Any, *, real: Any = engine_read, **how: Any) -> Any:
-            nonlocal read
-            read += pieces.nbytes
-            return real(self, file, pieces, **how)
-
-        with mock.patch.object(ShardReader, "_engine_read", counted):
+        with counted_reads() as sizes:
             if way == "load":
                 everystep.load(path, into={"model": model}, strict=False)
             else:
@@ -48,7 +39,7 @@ def _restore(path: str, run: str) -> list[tuple[int, int, bool]]:
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
         truth = _model(0).state_dict()
         right = all(torch.equal(one.full_tensor(), truth[name]) for name, one in model.state_dict().items())
-        found.append((read, own, right))
+        found.append((sum(sizes), own, right))
     return found
 
 
