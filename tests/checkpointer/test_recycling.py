@@ -23,7 +23,7 @@ def inode(run: Path, step: int) -> int:
     return (run / step_name(step) / SHARD).stat().st_ino
 
 
-def recycled(events: list[faults.Event]) -> bool:
+def recycled(events: list[faults.TracedCall]) -> bool:
     """Whether a retired checkpoint was taken to be written over; an equal inode alone could be chance."""
     return any(
         event.call == "rename" and event.path.endswith(".retired") and event.path2.endswith(".partial")

@@ -94,7 +94,7 @@ def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) 
     shard_writes = [
         item
         for item in recording.items
-        if isinstance(item, faults.Event) and item.call == "write" and item.offset
+        if isinstance(item, faults.TracedCall) and item.call == "write" and item.offset
     ]
     assert len(shard_writes) >= 3 * 2
     tally = Survey(ram, RunRecovery(wide=wide), Budget(names=8, torn=4, single=False))(recording)
@@ -144,7 +144,7 @@ def test_every_backend_makes_the_same_operations(tmp_path: Path) -> None:
                 item.offset,
                 item.nbytes,
             )
-            if isinstance(item, faults.Event)
+            if isinstance(item, faults.TracedCall)
             else item
             for item in items
         ]

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from everystep.engine import faults, fs
-from everystep.engine.faults import Event
+from everystep.engine.faults import TracedCall
 from support.crashes.disk_objects import GARBAGE, render
 from support.crashes.power_cuts import Budget, Disk, Image, image_of
 
@@ -16,12 +16,16 @@ OLD, NEW = b"o" * 1024, b"n" * 1024
 
 def event(
     call: str, path: str, other: str = "", offset: int = 0, data: bytes = b"", nbytes: int = 0
-) -> Event:
+) -> TracedCall:
     second = f"{ROOT}/{other}" if other else ""
-    return Event(call, f"{ROOT}/{path}".rstrip("/"), second, offset, nbytes, data, creates=call == "open")
+    return TracedCall(
+        call, f"{ROOT}/{path}".rstrip("/"), second, offset, nbytes, data, creates=call == "open"
+    )
 
 
-def trees(*events: Event, before: dict[str, bytes | None] | None = None) -> list[dict[str, bytes | None]]:
+def trees(
+    *events: TracedCall, before: dict[str, bytes | None] | None = None
+) -> list[dict[str, bytes | None]]:
     """Every distinct tree that a power cut after these operations may leave."""
     disk = Disk(ROOT, Image(before or {}))
     for item in events:
@@ -31,7 +35,7 @@ def trees(*events: Event, before: dict[str, bytes | None] | None = None) -> list
     return list(found.values())
 
 
-def written(path: str, data: bytes, offset: int = 0) -> list[Event]:
+def written(path: str, data: bytes, offset: int = 0) -> list[TracedCall]:
     return [event("open", path), event("write", path, offset=offset, data=data)]
 
 
@@ -59,7 +63,7 @@ def test_a_synced_name_may_lack_its_data() -> None:
 
 
 def test_writing_over_data_leaves_each_sector_old_or_new() -> None:
-    opened = Event("open", f"{ROOT}/f", "", 0, 0, b"", creates=False)
+    opened = TracedCall("open", f"{ROOT}/f", "", 0, 0, b"", creates=False)
     found = trees(opened, event("write", "f", data=NEW), before={"f": OLD})
     assert sorted(tree["f"] or b"" for tree in found) == sorted(
         [OLD, NEW, NEW[:512] + OLD[512:], OLD[:512] + NEW[512:]]
@@ -83,7 +87,7 @@ def test_what_was_preallocated_reads_as_zeros_or_data() -> None:
 
 
 def test_a_lost_truncation_leaves_the_old_tail() -> None:
-    opened = Event("open", f"{ROOT}/f", "", 0, 0, b"", creates=False)
+    opened = TracedCall("open", f"{ROOT}/f", "", 0, 0, b"", creates=False)
     found = trees(opened, event("truncate", "f", nbytes=512), before={"f": OLD})
     assert sorted(tree["f"] or b"" for tree in found) == [OLD[:512], OLD]
 

@@ -12,7 +12,7 @@ from everystep.format.geometry import Box
 from everystep.format.records import Fragment, Leaf, Part, ShardFile
 from everystep.plan.placement import LeafLayout, LocalBox, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
-from everystep.plan.resharding import Missing, StoredIndex, Wanted, plan_reads
+from everystep.plan.resharding import MissingBox, StoredIndex, Wanted, plan_reads
 from everystep.plan.topology import Topology
 from support.worlds.named_layouts import NAMED, staged
 from support.worlds.simulated_worlds import (
@@ -101,7 +101,7 @@ def test_what_is_missing_is_named() -> None:
     }
     assert {read.part for read in plan.reads} == {0, 3}
     nothing = plan_reads(index, [Wanted("other", want(Box((0,), (3,))).piece)])
-    assert nothing.missing == (Missing("other", Box((0,), (3,))),)
+    assert nothing.missing == (MissingBox("other", Box((0,), (3,))),)
     assert nothing.reads == ()
     assert "leaf" in index
     assert "other" not in index

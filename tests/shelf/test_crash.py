@@ -29,8 +29,8 @@ from support.shelves.shelf_schemes import (
 )
 
 
-def _event(call: str, offset: int = 0, data: bytes = b"", nbytes: int = 0) -> faults.Event:
-    return faults.Event(call, "f", "", offset, nbytes or len(data), data, False)
+def _event(call: str, offset: int = 0, data: bytes = b"", nbytes: int = 0) -> faults.TracedCall:
+    return faults.TracedCall(call, "f", "", offset, nbytes or len(data), data, False)
 
 
 def test_the_model_knows_any_subset_of_pages_until_a_sync() -> None:

@@ -11,13 +11,13 @@ from torch import nn
 
 import everystep
 from everystep.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
-from everystep.state import Flat, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
+from everystep.state import FlatState, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
 from everystep.state.torch_objects import modules_in, optimizers_in, parameter_names
 from support.states.memory_store import Saved, fresh, read, through_json, write
 
 
 def saved_with_local(state: object, rank: int = 0) -> tuple[Saved, dict[str, Any]]:
-    flat: Flat = flatten(state, rank)
+    flat: FlatState = flatten(state, rank)
     leaves = [*flat.leaves, *flat.local_leaves]
     names = [leaf.name for leaf in leaves]
     assert len(set(names)) == len(names)

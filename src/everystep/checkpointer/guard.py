@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from everystep import engine
 from everystep.caller import stack_level
 from everystep.checkpointer.ownership import FROZEN, UNCHANGED, Owner, OwnerOf, span
-from everystep.engine import Memory, Source, Strided
+from everystep.engine import ByteSource, Memory, Strided
 from everystep.state import LeafSource
 from everystep.state.boxed import Immutable
 
@@ -48,7 +48,7 @@ def _signs(leaf: LeafSource) -> Signs | None:
     return memory.address, version, engine.fingerprints([memory])[0]
 
 
-def _memory(source: Source) -> Memory | None:
+def _memory(source: ByteSource) -> Memory | None:
     """The memory that a source fills, in any order of its elements; None if there are gaps."""
     if type(source) is Strided:
         start, stop = span(source.address, source.itemsize, source.shape, source.strides)

@@ -25,7 +25,7 @@ import numpy as np
 from everystep.engine import Memory, Strided
 from everystep.state import LeafSource
 from everystep.state.boxed import Immutable
-from everystep.state.marks import Mark
+from everystep.state.marks import RankMark
 from everystep.state.sharded import local_arrays
 from everystep.state.torch_objects import is_module, is_zero, modules_in
 
@@ -189,7 +189,7 @@ def _arrays(x: object) -> Iterator[Any]:
     elif isinstance(x, (list, tuple)):
         for item in x:
             yield from _arrays(item)
-    elif isinstance(x, Mark):
+    elif isinstance(x, RankMark):
         yield from _arrays(x.value)
     elif is_module(x):
         yield from x.parameters()  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ def _tensors(value: object) -> list[Any]:
             waiting += item.values()
         elif isinstance(item, (list, tuple)):
             waiting += item
-        elif isinstance(item, Mark):
+        elif isinstance(item, RankMark):
             waiting.append(item.value)
     return found
 

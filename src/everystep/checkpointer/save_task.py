@@ -40,7 +40,7 @@ from everystep.engine import WriteJob
 from everystep.engine.threads import start_thread
 from everystep.errors import CheckpointExists, MutatedDuringSave, SaveFailed
 from everystep.plan import ShardPlan
-from everystep.state import Flat, LeafSource, flatten
+from everystep.state import FlatState, LeafSource, flatten
 from everystep.state.boxed import Immutable
 from everystep.store import (
     CheckpointInfo,
@@ -82,7 +82,7 @@ class SaveTask(SaveObserver):
         self._stage_seconds = 0.0
         self._metrics: Mapping[str, float] = {}
         self._replace = False
-        self._flat: Flat | None = None
+        self._flat: FlatState | None = None
         self._prepared: PreparedSave | None = None
         self._live: tuple[str, ...] | None = None
         self._fate: dict[str, bool] = {}

@@ -10,7 +10,7 @@ import typer
 from everystep.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from everystep.shelf.contents import EntryInfo, Listing
+    from everystep.shelf.contents import EntryInfo, ShelfListing
 
 shelf = typer.Typer(no_args_is_help=True, help="Shelves: state in a mapped file. All take --json.")
 
@@ -120,7 +120,7 @@ def _shape(entry: EntryInfo) -> str:
     return "" if entry.shape is None else words.shape(entry.shape)
 
 
-def _print_entries(out: Session, found: Listing) -> None:
+def _print_entries(out: Session, found: ShelfListing) -> None:
     from everystep.cli import words
     from everystep.cli.session import table
 
@@ -135,7 +135,7 @@ def _print_entries(out: Session, found: Listing) -> None:
     _print_usage(out, found)
 
 
-def _print_values(out: Session, found: Listing, shown: dict[str, str], usage: bool) -> None:
+def _print_values(out: Session, found: ShelfListing, shown: dict[str, str], usage: bool) -> None:
     from everystep.cli import words
 
     for name, text in shown.items():
@@ -144,7 +144,7 @@ def _print_values(out: Session, found: Listing, shown: dict[str, str], usage: bo
         _print_usage(out, found)
 
 
-def _print_usage(out: Session, found: Listing) -> None:
+def _print_usage(out: Session, found: ShelfListing) -> None:
     from everystep.cli import words
 
     usage = found.usage

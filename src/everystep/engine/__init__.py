@@ -36,7 +36,7 @@ from everystep._native import (
     xxh3_64,
     xxh3_64_each,
 )
-from everystep.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from everystep.engine.buffers import ByteSource, Consumed, Destination, Memory, Produced, Strided
 from everystep.engine.probe import (
     BACKENDS,
     Backend,
@@ -71,6 +71,7 @@ __all__ = [
     "READING",
     "SAVING",
     "Backend",
+    "ByteSource",
     "Capabilities",
     "Consumed",
     "Damage",
@@ -89,7 +90,6 @@ __all__ = [
     "Pieces",
     "Produced",
     "ReadPiece",
-    "Source",
     "Strided",
     "Tuning",
     "Unkept",

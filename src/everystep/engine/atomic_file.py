@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from everystep.engine import fs
-from everystep.engine.fs import NewFile, OpenDirectory, Place
+from everystep.engine.fs import NewFile, OpenDirectory, PathOrEntry
 
 PARTIAL = ".partial"
 
@@ -44,9 +44,9 @@ def replace_file(
 
 
 def _replace(
-    aside: Place,
-    target: Place,
-    directory: Place | OpenDirectory,
+    aside: PathOrEntry,
+    target: PathOrEntry,
+    directory: PathOrEntry | OpenDirectory,
     data: bytes,
     *,
     overwrite: bool,

@@ -60,7 +60,7 @@ class Consumed:
     fetch: Callable[[memoryview, int], None] | None = None
 
 
-Source = Memory | Strided | Produced
+ByteSource = Memory | Strided | Produced
 Destination = Memory | Strided | Consumed
 
 

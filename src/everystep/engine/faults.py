@@ -30,7 +30,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedCall:
     """One recorded call that changed the file system, with the data it carried."""
 
     call: str
@@ -82,14 +82,14 @@ def count_calls() -> int:
 
 
 @contextmanager
-def traced() -> Iterator[list[Event]]:
+def traced() -> Iterator[list[TracedCall]]:
     """Records every call that changes the file system into the list it yields, filled when the block ends."""
-    events: list[Event] = []
+    events: list[TracedCall] = []
     _native.start_trace()
     try:
         yield events
     finally:
-        events.extend(Event(*row) for row in _native.stop_trace())
+        events.extend(TracedCall(*row) for row in _native.stop_trace())
 
 
 if _from_environment := os.environ.get("EVERYSTEP_FAULTS"):

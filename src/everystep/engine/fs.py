@@ -40,8 +40,8 @@ __all__ = [
     "Entry",
     "NewFile",
     "OpenDirectory",
+    "PathOrEntry",
     "PendingFile",
-    "Place",
     "anchor",
     "close_exclusive_directories",
     "exchange",
@@ -67,11 +67,11 @@ __all__ = [
     "write_file",
 ]
 
-Place: TypeAlias = str | os.PathLike[str] | Entry
+PathOrEntry: TypeAlias = str | os.PathLike[str] | Entry
 
 
 def write_file(
-    path: Place, data: bytes | bytearray | memoryview, more: bytes = b"", *, recycle: bool = False
+    path: PathOrEntry, data: bytes | bytearray | memoryview, more: bytes = b"", *, recycle: bool = False
 ) -> PendingFile:
     """Writes a small file whole: `data`, and `more` behind it.
 
@@ -98,7 +98,9 @@ def open_regular(name: str, directory: int | None = None, flags: int = os.O_RDON
     return opened
 
 
-def sync(written: Sequence[WriteJob | PendingFile], directory: Place | OpenDirectory | None = None) -> None:
+def sync(
+    written: Sequence[WriteJob | PendingFile], directory: PathOrEntry | OpenDirectory | None = None
+) -> None:
     """Makes written files, and the directory that names them, durable in one go, and closes them.
 
     A failed sync is final: the kernel may have dropped the data, and a second sync would lie about it.
@@ -150,7 +152,7 @@ def anchor(directory: str, *, once: bool = False) -> None:
 _anchored: set[tuple[str, tuple[int, int, int]]] = set()
 
 
-def remove_tree(path: Place) -> None:
+def remove_tree(path: PathOrEntry) -> None:
     """Removes a checkpoint directory: files and one level of directories is all there is in one.
 
     Of a link to one, it removes only the link.

@@ -18,7 +18,7 @@ import numpy as np
 
 from everystep import _native
 from everystep._native import Pieces
-from everystep.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from everystep.engine.buffers import ByteSource, Consumed, Destination, Memory, Produced, Strided
 from everystep.engine.tuning import Tuning
 from everystep.errors import EngineTimeout
 
@@ -62,7 +62,7 @@ class Damage:
 _LONG_READ_NBYTES = 8 << 20
 
 
-def _pieces(offsets: Iterable[int], ends: Iterable[Source | Destination | Padding | Unkept]) -> Pieces:
+def _pieces(offsets: Iterable[int], ends: Iterable[ByteSource | Destination | Padding | Unkept]) -> Pieces:
     pieces = Pieces()
     for offset, end in zip(offsets, ends, strict=True):
         if isinstance(end, Memory):
@@ -94,7 +94,7 @@ def destinations(pieces: Sequence[ReadPiece]) -> Pieces:
 class WriteJob:
     """One file being written. Call `wait`, then `fs.sync`: only then are its bytes durable."""
 
-    def __init__(self, native: _native.WriteJob, sources: Sequence[Source]) -> None:
+    def __init__(self, native: _native.WriteJob, sources: Sequence[ByteSource]) -> None:
         self.native = native
         self._sources = sources  # kept alive while the engine reads them
 
@@ -176,7 +176,7 @@ def write(
     an existing file is overwritten in place, unless others have it open or mapped: then a new one takes its
     name (`WriteJob.fresh`). ``background=False`` does the work before returning.
     """
-    sources: list[Source] = [piece.source for piece in pieces]
+    sources: list[ByteSource] = [piece.source for piece in pieces]
     native = _native.write(
         path,
         nbytes,
@@ -282,7 +282,7 @@ def pack(pieces: Sequence[WritePiece], nbytes: int) -> Packed:
     return Packed(data, checksums)
 
 
-def fingerprints(sources: Sequence[Source]) -> list[int]:
+def fingerprints(sources: Sequence[ByteSource]) -> list[int]:
     """A hash over a sample of each: enough to notice that an optimizer went over it, at next to no cost.
 
     Of the C-order bytes: equal arrays have equal ones, however each of them lies in memory.

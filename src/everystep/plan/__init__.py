@@ -18,6 +18,6 @@ This package exports what one process alone needs. Modules for many ranks are im
 
 from __future__ import annotations
 
-from everystep.plan.layout import ByteRange, Layout, ShardPlan, arrange, plan_shard, rows_to_read
+from everystep.plan.layout import ByteRange, ShardLayout, ShardPlan, arrange, plan_shard, rows_to_read
 
-__all__ = ["ByteRange", "Layout", "ShardPlan", "arrange", "plan_shard", "rows_to_read"]
+__all__ = ["ByteRange", "ShardLayout", "ShardPlan", "arrange", "plan_shard", "rows_to_read"]

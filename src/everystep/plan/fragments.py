@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from everystep.engine import Consumed, Destination, Memory, Produced, Source, Strided
+from everystep.engine import ByteSource, Consumed, Destination, Memory, Produced, Strided
 from everystep.errors import UnsupportedState
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, contiguous_runs, whole
@@ -92,7 +92,7 @@ def sources(
     return found
 
 
-def part_of_source(source: Source, shape: tuple[int, ...], size: int, box: Box) -> Source:
+def part_of_source(source: ByteSource, shape: tuple[int, ...], size: int, box: Box) -> ByteSource:
     """The bytes of a box of an array that lies at `source`."""
     if box.shape == shape:
         return source
@@ -123,11 +123,11 @@ def _part_of_host(memory: Memory | Strided, shape: tuple[int, ...], size: int, b
     return Strided(address, size, box.shape, strides, memory.owner)
 
 
-Move = Callable[[memoryview, int], None]
+MoveBytes = Callable[[memoryview, int], None]
 """Moves the bytes of a window, which begin at so many bytes of an array."""
 
 
-def _in_box(move: Move, shape: tuple[int, ...], size: int, box: Box) -> Move:
+def _in_box(move: MoveBytes, shape: tuple[int, ...], size: int, box: Box) -> MoveBytes:
     """Moves the bytes of a box of the array that `move` moves the bytes of."""
     runs = contiguous_runs(box, whole(shape))
     first = runs.offset * size

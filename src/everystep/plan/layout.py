@@ -36,7 +36,7 @@ LARGE_NBYTES = 256 << 10
 _LINE = 64
 
 
-class Layout(Struct, frozen=True):
+class ShardLayout(Struct, frozen=True):
     """The data of a shard: where each leaf begins in it, in the order of `leaves`.
 
     `table` and `metadata` are what its header says; the table also has what fills the gaps.
@@ -82,7 +82,7 @@ def plan_shard(groups: Sequence[Sequence[LeafSource]]) -> ShardPlan:
     return arrange(groups).plan()
 
 
-def arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
+def arrange(groups: Sequence[Sequence[LeafSource]]) -> ShardLayout:
     """Give all leaves their place in one shard. Their order there is that of the result's `leaves`.
 
     Group follows group: the engine writes a file from its start, so what must leave memory first comes first.
@@ -101,7 +101,7 @@ def arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
         return layout
     layout, order = known
     leaves = [leaf for group in groups for leaf in group]
-    return Layout(
+    return ShardLayout(
         layout.table, layout.metadata, layout.nbytes, tuple([leaves[i] for i in order]), layout.begins
     )
 
@@ -110,7 +110,7 @@ _Signature = tuple[tuple[tuple[str, str, tuple[int, ...], str, int], ...], ...]
 _MAX_KNOWN = 16
 _FEW = 256
 # A training saves the same few leaves over and over, and where latency counts, arranging them does too.
-_known: dict[_Signature, tuple[Layout, tuple[int, ...]]] = {}
+_known: dict[_Signature, tuple[ShardLayout, tuple[int, ...]]] = {}
 
 
 def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
@@ -129,7 +129,7 @@ def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
     return tuple(found)
 
 
-def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
+def _arrange(groups: Sequence[Sequence[LeafSource]]) -> ShardLayout:
     entries: list[HeaderEntry] = []
     begins: list[int] = []
     at = pads = 0
@@ -164,7 +164,7 @@ def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
     torch = any(leaf.framework == "torch" for leaf in ordered)
     # "format" is what Hugging Face's loaders look for.
     metadata = {"format": "pt" if torch else "np"}
-    return Layout(entry_table(entries), metadata, at, tuple(ordered), tuple(begins))
+    return ShardLayout(entry_table(entries), metadata, at, tuple(ordered), tuple(begins))
 
 
 def _index(leaf: LeafSource) -> int:

@@ -31,7 +31,7 @@ class ReadShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ReadGroup:
     """Ranks of one node that want the same bytes, and how they share the reading. Alone: no exchange."""
 
     ranks: tuple[int, ...]
@@ -51,7 +51,7 @@ class SharePlan:
         self._block_nbytes = block_nbytes
         self._replica_groups = replica_groups_of(self.leaves)
 
-    def groups(self, rank: int) -> tuple[Group, ...]:
+    def groups(self, rank: int) -> tuple[ReadGroup, ...]:
         """The groups a rank belongs to, in the same order on all their ranks.
 
         Linear in the rank's leaves, plus the ranks of its node.
@@ -72,7 +72,7 @@ class SharePlan:
         items.sort(key=lambda item: (item.leaf, item.placement))
         return tuple(items)
 
-    def _group(self, replica_group: ReplicaGroup, rank: int, peers: Iterable[int]) -> Group | None:
+    def _group(self, replica_group: ReplicaGroup, rank: int, peers: Iterable[int]) -> ReadGroup | None:
         coordinate = replica_group.mesh.coordinate(rank)
         if coordinate is None:
             return None
@@ -91,7 +91,7 @@ class SharePlan:
         # Different groups of a node begin with different ranks, or the first would read all that is small.
         turn = number % len(ranks)
         cuts = [byte_stream.snap(byte_stream.nbytes * n // readers, tolerance) for n in range(readers + 1)]
-        return Group(
+        return ReadGroup(
             tuple(ranks),
             tuple(
                 ReadShare(

@@ -66,7 +66,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RangeRead:
     """One contiguous range of one file, and what is copied out of it."""
 
     part: int
@@ -81,7 +81,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingBox:
     """Elements that are wanted and that no fragment holds."""
 
     leaf: str
@@ -92,8 +92,8 @@ class Missing:
 class ReadPlan:
     """What to read, in the order of parts, files and offsets; and what is not there to be read."""
 
-    reads: tuple[Read, ...]
-    missing: tuple[Missing, ...]
+    reads: tuple[RangeRead, ...]
+    missing: tuple[MissingBox, ...]
 
     @property
     def nbytes(self) -> int:
@@ -181,14 +181,14 @@ def plan_reads(stored: StoredIndex, wanted: Sequence[Wanted], *, gap_nbytes: int
     `CorruptCheckpoint` when two fragments hold the same elements. Near-linear in the number of copies.
     """
     copies: list[tuple[int, int, int, int, Copy]] = []  # part, file, start, stop
-    missing: list[Missing] = []
+    missing: list[MissingBox] = []
     for number, want in enumerate(wanted):
         box = want.piece.box
         sources = stored.meeting(want.leaf, box) if box.volume else []
         both = [found for source in sources if (found := intersect(source.box, box)) is not None]
         _check_disjoint(want.leaf, both, sources)
         if sum(found.volume for found in both) != box.volume:
-            missing.extend(Missing(want.leaf, left) for left in subtract(box, both))
+            missing.extend(MissingBox(want.leaf, left) for left in subtract(box, both))
         for source, found in zip(sources, both, strict=True):
             size = stored.itemsize(want.leaf)
             for dense in _dense_boxes(found, source.box, size, gap_nbytes):
@@ -227,7 +227,7 @@ def _dense_boxes(box: Box, source: Box, itemsize: int, gap_nbytes: int) -> Itera
         yield Box((*prefix, *box.start[depth:]), (*(1,) * depth, *box.shape[depth:]))
 
 
-def _coalesce(copies: Sequence[tuple[int, int, int, int, Copy]], gap_nbytes: int) -> Iterator[Read]:
+def _coalesce(copies: Sequence[tuple[int, int, int, int, Copy]], gap_nbytes: int) -> Iterator[RangeRead]:
     """Join sorted ranges of the same file that touch, overlap, or lie at most a gap apart."""
     group: list[Copy] = []
     part = file = begin = end = -1
@@ -236,9 +236,9 @@ def _coalesce(copies: Sequence[tuple[int, int, int, int, Copy]], gap_nbytes: int
             end = max(end, stop)
         else:
             if group:
-                yield Read(part, file, begin, end, tuple(group))
+                yield RangeRead(part, file, begin, end, tuple(group))
             group = []
             part, file, begin, end = its_part, its_file, start, stop
         group.append(copy)
     if group:
-        yield Read(part, file, begin, end, tuple(group))
+        yield RangeRead(part, file, begin, end, tuple(group))

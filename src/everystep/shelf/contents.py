@@ -42,7 +42,7 @@ class EntryInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ShelfListing:
     path: str
     medium: str
     usage: Usage
@@ -53,7 +53,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """`damaged`: names of entries, and what is wrong with each. `warning`: as in `Listing`."""
+    """`damaged`: names of entries, and what is wrong with each. `warning`: as in `ShelfListing`."""
 
     path: str
     entries: int
@@ -72,22 +72,22 @@ class Export:
     left_out: tuple[str, ...]
 
 
-def listing(path: str | os.PathLike[str]) -> Listing:
+def listing(path: str | os.PathLike[str]) -> ShelfListing:
     """The entries of a shelf, without reading their data."""
     with _opened(path) as shelf:
         return _listing(shelf)
 
 
-def values(path: str | os.PathLike[str], name: str | None = None) -> tuple[Listing, dict[str, object]]:
+def values(path: str | os.PathLike[str], name: str | None = None) -> tuple[ShelfListing, dict[str, object]]:
     """The entries of a shelf, and their values: all, or that of one name; of one commit."""
     with _opened(path) as shelf:
         found = _listing(shelf)
         return found, {entry.name: shelf[entry.name] for entry in found.entries if name in (None, entry.name)}
 
 
-def _listing(shelf: Shelf) -> Listing:
+def _listing(shelf: Shelf) -> ShelfListing:
     found = tuple(_describe(shelf, name) for name in shelf)
-    return Listing(shelf.path, shelf.medium, shelf.usage, found, shelf._opened().warning)
+    return ShelfListing(shelf.path, shelf.medium, shelf.usage, found, shelf._opened().warning)
 
 
 def _opened(path: str | os.PathLike[str]) -> Shelf:

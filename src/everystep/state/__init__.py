@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from everystep.state.arrays import FreshArrays, check_framework, convert, empty
 from everystep.state.flatten import flatten
-from everystep.state.leaves import Flat, FragmentPlace, Framework, LeafSource, Sharding
+from everystep.state.leaves import FlatState, FragmentPlace, Framework, LeafSource, Sharding
 from everystep.state.mismatch import LeafMeta, Mismatch
 from everystep.state.node import Node, leaf_names
 from everystep.state.restore import Restore
@@ -35,7 +35,7 @@ from everystep.state.select import prune
 from everystep.state.unflatten import unflatten, values
 
 __all__ = [
-    "Flat",
+    "FlatState",
     "FragmentPlace",
     "Framework",
     "FreshArrays",

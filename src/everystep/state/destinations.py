@@ -24,7 +24,7 @@ from everystep.state.targets import array_destination, copy_into, has_span, memo
 Lookup = Callable[[str], Any]
 """Gives the array of a leaf or alias name, once it has been read."""
 
-Plan = Callable[[Lookup], Any]
+FillPlan = Callable[[Lookup], Any]
 """Puts one place of the target in order and returns what belongs there."""
 
 
@@ -121,7 +121,7 @@ class MemoryPlan:
         self.used = True
         self._fresh[leaf] = None
 
-    def plan_array(self, target: Any, name: str, place: str) -> Plan:
+    def plan_array(self, target: Any, name: str, place: str) -> FillPlan:
         """The plan for an array of the target that receives a leaf of its type."""
         leaf = self._aliases.get(name, name)
         part = sharded.held(target, place, self._shardings)
@@ -160,7 +160,7 @@ class MemoryPlan:
             self.parts[key] = sharding, tuple(array.shape)
         return filled
 
-    def plan_boxes(self, target: BoxedArray, name: str) -> Plan:
+    def plan_boxes(self, target: BoxedArray, name: str) -> FillPlan:
         """The plan for an array of which several boxes are here, in memory that nothing else shares.
 
         Returns another object of the same memory: what is still the target's own has not been filled.

@@ -33,8 +33,8 @@ from everystep.state import (
     value_encoder,
 )
 from everystep.state.leaf_table import LeafTable, component
-from everystep.state.leaves import Flat, LeafSource, Sharding
-from everystep.state.marks import Mark, PerRank, RankZero
+from everystep.state.leaves import FlatState, LeafSource, Sharding
+from everystep.state.marks import PerRank, RankMark, RankZero
 from everystep.state.node import (
     COUNTER,
     DEFAULT_DICT,
@@ -61,7 +61,7 @@ BLOB_NBYTES = 64 << 10
 """Bytes beyond this are stored as leaves: in a tree they would take several times their size in memory."""
 
 
-def flatten(state: object, rank: int = 0) -> Flat:
+def flatten(state: object, rank: int = 0) -> FlatState:
     """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
 
     `rank` is that of this process: what is marked `per_rank` is named after it, and what is marked
@@ -79,9 +79,9 @@ def flatten(state: object, rank: int = 0) -> Flat:
     walk.finish()
     table, own = walk.table, walk.own
     if own is None:
-        return Flat(tree, tuple(table.leaves), tuple(table.aliases))
+        return FlatState(tree, tuple(table.leaves), tuple(table.aliases))
     table.check_names()
-    return Flat(
+    return FlatState(
         tree,
         tuple(table.leaves),
         tuple(table.aliases),
@@ -419,7 +419,7 @@ class Walk:
 
     def _rank_zero(self, mark: RankZero[Any], place: str) -> Any:
         """The value of an entry of a dict, or `_LEFT_OUT` on ranks that say nothing about it."""
-        if self._is_own or isinstance(mark.value, Mark):
+        if self._is_own or isinstance(mark.value, RankMark):
             raise unsupported(place, "rank_zero and per_rank within each other: mark it once")
         return mark.value if self._rank == 0 else _LEFT_OUT
 

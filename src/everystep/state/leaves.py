@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from everystep.engine.buffers import Source
+from everystep.engine.buffers import ByteSource
 from everystep.format.geometry import Box
 from everystep.state.node import Node
 
@@ -65,7 +65,7 @@ class LeafSource(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        source: Source = self.source
+        source: ByteSource = self.source
         return source.nbytes
 
     @property
@@ -78,7 +78,7 @@ class LeafSource(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatState:
     """A state taken apart: its tree, its leaves in order, and names that share another leaf's memory.
 
     `local` has the trees of what belongs to this rank alone (`per_rank`), by place; the leaves they refer to

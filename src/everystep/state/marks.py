@@ -46,7 +46,7 @@ def rank_zero(obj: T) -> RankZero[T]:
     return RankZero(obj)
 
 
-class Mark(Generic[T]):
+class RankMark(Generic[T]):
     """A part of a state, as `value`, and by its class whose it is."""
 
     __slots__ = ("value",)
@@ -55,7 +55,7 @@ class Mark(Generic[T]):
         self.value = value
 
 
-class PerRank(Mark[T]):
+class PerRank(RankMark[T]):
     """What `per_rank` returns: the marked object as `value`."""
 
     __slots__ = ()
@@ -64,7 +64,7 @@ class PerRank(Mark[T]):
         return f"<everystep.per_rank of {self.value!r}>"
 
 
-class RankZero(Mark[T]):
+class RankZero(RankMark[T]):
     """What `rank_zero` returns: the marked object as `value`."""
 
     __slots__ = ()

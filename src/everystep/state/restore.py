@@ -20,11 +20,11 @@ from everystep.engine.buffers import Destination
 from everystep.errors import UnsupportedState
 from everystep.format.geometry import Box
 from everystep.state import jax_arrays, torch_objects
-from everystep.state.destinations import Lookup, Plan, never_alike
+from everystep.state.destinations import FillPlan, Lookup, never_alike
 from everystep.state.flatten import key_node
 from everystep.state.leaf_table import component
 from everystep.state.leaves import Sharding
-from everystep.state.marks import Mark
+from everystep.state.marks import RankMark
 from everystep.state.mismatch import LeafMeta, Mismatch
 from everystep.state.node import (
     DICT,
@@ -145,7 +145,7 @@ class Restore:
         return restored
 
 
-def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: int) -> Plan:
+def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: int) -> FillPlan:
     """The plan for one place. Reports what does not fit."""
     if depth > MAX_DEPTH:
         raise unfillable(place[:200], f"nested deeper than {MAX_DEPTH} levels, or a container holds itself")
@@ -155,7 +155,7 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     if mark is not None:
         context.kept[mark] = None
         return lambda lookup: target
-    if isinstance(target, Mark):
+    if isinstance(target, RankMark):
         return _plan_marked(context, target, node, place, depth)
     if isinstance(target, Rebuilt):
         return _plan_rebuilt(context, target, node, place, depth)
@@ -181,7 +181,7 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     return _plan_other(context, target, node, place)
 
 
-def _plan_other(context: RestoreContext, target: Any, node: Node, place: str) -> Plan:
+def _plan_other(context: RestoreContext, target: Any, node: Node, place: str) -> FillPlan:
     """Values are replaced by what was saved, and so is None, by which a target says nothing.
 
     A number may have become an array since. But nothing else knows how to take arrays, and who gives it
@@ -194,7 +194,9 @@ def _plan_other(context: RestoreContext, target: Any, node: Node, place: str) ->
     return context.wrong(place, f"holds {held}", target, f"of type {type_name(target)}, which cannot take it")
 
 
-def _plan_marked(context: RestoreContext, target: Mark[Any], node: Node, place: str, depth: int) -> Plan:
+def _plan_marked(
+    context: RestoreContext, target: RankMark[Any], node: Node, place: str, depth: int
+) -> FillPlan:
     inner = _plan(context, target.value, node, place, depth + 1)
 
     def fill(lookup: Lookup) -> Any:
@@ -204,7 +206,9 @@ def _plan_marked(context: RestoreContext, target: Mark[Any], node: Node, place: 
     return fill
 
 
-def _plan_rebuilt(context: RestoreContext, target: Rebuilt[Any], node: Node, place: str, depth: int) -> Plan:
+def _plan_rebuilt(
+    context: RestoreContext, target: Rebuilt[Any], node: Node, place: str, depth: int
+) -> FillPlan:
     inner = _plan(context, target.memory([key for key, _ in pairs_of(node) or ()]), node, place, depth + 1)
 
     def rebuild(lookup: Lookup) -> Any:
@@ -214,14 +218,14 @@ def _plan_rebuilt(context: RestoreContext, target: Rebuilt[Any], node: Node, pla
     return rebuild
 
 
-def _plan_array(context: RestoreContext, target: Any, node: Node, place: str) -> Plan:
+def _plan_array(context: RestoreContext, target: Any, node: Node, place: str) -> FillPlan:
     name = leaf_of(node)
     if name is None:
         return context.wrong(place, f"holds {kind_of(node)}", target, f"a {type_name(target)}")
     return context.plan_leaf(target, name, place)
 
 
-def _plan_jax_array(context: RestoreContext, target: Any, node: Node, place: str) -> Plan:
+def _plan_jax_array(context: RestoreContext, target: Any, node: Node, place: str) -> FillPlan:
     """Arrays of JAX do not change: a new one takes the old one's place in the target, on the same devices."""
     boxes = jax_arrays.empty_alone(target, place)
     name = leaf_of(node)
@@ -238,7 +242,7 @@ def _plan_jax_array(context: RestoreContext, target: Any, node: Node, place: str
     return replaced
 
 
-def _plan_container(context: RestoreContext, target: Any, node: Node, place: str, depth: int) -> Plan:
+def _plan_container(context: RestoreContext, target: Any, node: Node, place: str, depth: int) -> FillPlan:
     # Plain values, or a place still empty: take over what was saved. But a target that names some keys
     # and finds arrays under others in the checkpoint is compared key by key; and so is one of which some
     # places are to stay as they are.
@@ -264,9 +268,9 @@ def _plan_container(context: RestoreContext, target: Any, node: Node, place: str
 
 def _plan_mapping(
     context: RestoreContext, target: Any, pairs: Iterator[tuple[Node, Node]], place: str, depth: int
-) -> Plan:
+) -> FillPlan:
     prefix = f"{place}." if place else ""
-    plans: dict[Any, Plan] = {}
+    plans: dict[Any, FillPlan] = {}
     strange: dict[str, list[Any]] = {}
     found: dict[Any, Node] = {}
     rename = bool(target) and all(is_array(item) or jax_arrays.is_array(item) for item in target.values())
@@ -295,7 +299,9 @@ def _plan_mapping(
     return fill
 
 
-def _plan_sequence(context: RestoreContext, target: Any, items: list[Node], place: str, depth: int) -> Plan:
+def _plan_sequence(
+    context: RestoreContext, target: Any, items: list[Node], place: str, depth: int
+) -> FillPlan:
     prefix = f"{place}." if place else ""
     plans = [
         _plan(context, own, item, f"{prefix}{index}", depth + 1)

@@ -12,10 +12,10 @@ from typing import Any
 
 from everystep.state import jax_arrays, sharded, torch_objects
 from everystep.state.boxed import BoxedArray
-from everystep.state.destinations import Lookup, MemoryPlan, Plan, TiedElsewhere, never_alike
+from everystep.state.destinations import FillPlan, Lookup, MemoryPlan, TiedElsewhere, never_alike
 from everystep.state.flatten import names_in
 from everystep.state.leaf_table import component
-from everystep.state.marks import Mark
+from everystep.state.marks import RankMark
 from everystep.state.mismatch import LeafMeta, Mismatch, differing_beginnings
 from everystep.state.node import (
     MAX_DEPTH,
@@ -107,7 +107,7 @@ class RestoreContext:
             self.lacks and not self.memory_plan.used,
         )
 
-    def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
+    def missing(self, place: str, target: object, *, arrays: bool = False) -> FillPlan:
         """`arrays`: the checkpoint should have some there, though the target has none yet.
 
         It is no mismatch if all is memory that another leaf fills: tied weights that are stored once.
@@ -116,9 +116,9 @@ class RestoreContext:
             self._absent.append((place, target, arrays))
         return lambda lookup: target
 
-    def after_all(self, make: Callable[[], Plan]) -> Plan:
+    def after_all(self, make: Callable[[], FillPlan]) -> FillPlan:
         """The plan of what can be planned only when all else is, such as optimizers of parameters."""
-        made: list[Plan] = []
+        made: list[FillPlan] = []
         self._last.append(lambda: made.append(make()))
         return lambda lookup: made[0](lookup)
 
@@ -143,7 +143,7 @@ class RestoreContext:
         if is_array(target):
             if self.memory_plan.filled.covers(target):
                 yield place or NAMELESS
-        elif isinstance(target, Mark):
+        elif isinstance(target, RankMark):
             yield from self._filled_names(place, target.value, depth + 1)
         elif type(target) in SEQUENCES:
             for index, item in enumerate(target):
@@ -172,7 +172,7 @@ class RestoreContext:
             if self.only is None or name in self.only:
                 self.elsewhere[name] = None
 
-    def wrong(self, place: str, found: str, target: object, wanted: str) -> Plan:
+    def wrong(self, place: str, found: str, target: object, wanted: str) -> FillPlan:
         self.lacks = True
         self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
         return lambda lookup: target
@@ -253,7 +253,7 @@ class RestoreContext:
 
     # --- plans
 
-    def plan_new(self, node: Node, target: object = None, *, place: str | None = None) -> Plan:
+    def plan_new(self, node: Node, target: object = None, *, place: str | None = None) -> FillPlan:
         """Build what the node says, reusing containers of `target`; its leaves are read into new arrays.
 
         `place`: of a node that need not be selected as a whole.
@@ -268,7 +268,7 @@ class RestoreContext:
         self.kept.update(dict.fromkeys(per_rank_places(node)))
         return lambda lookup: assign(target, decode(node, lookup))
 
-    def plan_stateful(self, target: Any, node: Node, place: str) -> Plan:
+    def plan_stateful(self, target: Any, node: Node, place: str) -> FillPlan:
         """Hand an object its state; one that says ``restore_last = True`` gets it after all others.
 
         Random number generators say so: others draw from them while they load.
@@ -286,7 +286,7 @@ class RestoreContext:
 
         return load
 
-    def plan_leaf(self, target: Any, name: str, place: str) -> Plan:
+    def plan_leaf(self, target: Any, name: str, place: str) -> FillPlan:
         """Read a leaf into an array of the target, in place where its memory allows."""
         if not self.fits(target, name, place):
             self.misfits.add(place)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everystep.state import fsdp1, sharded
-from everystep.state.destinations import Lookup, Plan
+from everystep.state.destinations import FillPlan, Lookup
 from everystep.state.mismatch import Mismatch
 from everystep.state.node import STATE_DICT, Node, leaf_of, pairs_of, state_dict_body
 from everystep.state.restore_context import RestoreContext
@@ -35,7 +35,7 @@ from everystep.state.torch_objects import module_state
 from everystep.state.unflatten import decode_key, decode_value
 
 
-def plan_module(context: RestoreContext, module: Any, node: Node, place: str) -> Plan:
+def plan_module(context: RestoreContext, module: Any, node: Node, place: str) -> FillPlan:
     pairs = pairs_of(node)
     if pairs is None:
         return context.wrong(place, f"holds {kind_of(node)}", module, f"the module {type(module).__name__}")
@@ -44,7 +44,7 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
     live = _live_memory(module)
     metadata = _metadata(node)
     deciding = _Deciding(module, metadata)
-    plans: dict[Any, Plan] = {}
+    plans: dict[Any, FillPlan] = {}
     seen: dict[Any, Node] = {}
     needs_load = _customises_loading(module)
     unknown: dict[Any, Node] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everystep.state import fsdp1, sharded
-from everystep.state.destinations import Lookup, Plan
+from everystep.state.destinations import FillPlan, Lookup
 from everystep.state.node import Node, items_of, leaf_of, pairs_of, shorten
 from everystep.state.refusals import type_name
 from everystep.state.restore_context import RestoreContext
@@ -77,7 +77,7 @@ def _by_key(node: Node) -> dict[Any, Node] | None:
     return None if pairs is None else {decode_key(key): item for key, item in pairs}
 
 
-def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: str) -> Plan:
+def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: str) -> FillPlan:
     view = optimizer_view(optimizer, context.parameter_names(), context.state, place)
     current = view.state
     index_names = name_of_index(current, view.names)
@@ -101,7 +101,7 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
     # FSDP1's parameters are pieces without a shape; its state dict has distributed tensors.
     fsdp = view.fsdp1
     parameters = _parameter_of_index(view.optimizer, current) if fsdp is None else fsdp1.module_state(fsdp)
-    states: dict[Any, dict[Any, Plan] | Plan] = {}
+    states: dict[Any, dict[Any, FillPlan] | FillPlan] = {}
     # What the checkpoint does not know stays as it is; what it knows as never stepped becomes so.
     keeps = {index for index, name in index_names.items() if name not in saved_key}
     if _is_history_of_others(context, view.optimizer, index_names, saved, saved_key):
@@ -124,7 +124,7 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
             }
     kept = {index: current["state"][index] for index in keeps if index in current["state"]}
     claimed = {key for group in saved.members for key in group}
-    shared: dict[Any, Plan] = {}
+    shared: dict[Any, FillPlan] = {}
     for key, item in saved.state.items():
         if key not in claimed and key not in current["state"] and _is_stray(key, item, saved, claimed):
             context.extra(f"{prefix}{key}", item)
@@ -335,7 +335,9 @@ def _is_stray(key: Any, node: Node, saved: _Saved, claimed: set[Any]) -> bool:
     return bool(fields) and fields in known
 
 
-def _plan_entry(context: RestoreContext, own: Any, key: Any, node: Node, parameter: Any, place: str) -> Plan:
+def _plan_entry(
+    context: RestoreContext, own: Any, key: Any, node: Node, parameter: Any, place: str
+) -> FillPlan:
     """One entry of a parameter's state: in place where the optimizer has such a tensor, else a new one.
 
     A different shape is normal (a history that grows): see `_of_another_parameter` for when it is not.
@@ -368,13 +370,13 @@ def _plan_groups(
     saved: _Saved,
     saved_key: dict[str, Any],
     place: str,
-) -> Sequence[dict[Any, Plan]]:
+) -> Sequence[dict[Any, FillPlan]]:
     """Hyperparameters for each group of the target, from the saved group that its parameters were in.
 
     Those that it lacks keep their value: another version, or a schedule, has added them since.
     """
     group_of = {key: number for number, members in enumerate(saved.members) for key in members}
-    plans: list[dict[Any, Plan]] = []
+    plans: list[dict[Any, FillPlan]] = []
     for number, (members, packed) in enumerate(zip(names.groups, current["param_groups"], strict=True)):
         own = {key: _constant(value) for key, value in packed.items() if key != "params"}
         sources = {group_of[saved_key[name]] for name in members if name in saved_key}
@@ -400,7 +402,7 @@ def _plan_groups(
     return plans
 
 
-def _constant(value: Any) -> Plan:
+def _constant(value: Any) -> FillPlan:
     return lambda lookup: value
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from everystep.engine.buffers import Consumed, Destination, Memory
 from everystep.errors import StateMismatch, UnsupportedState
 from everystep.state import arrays, boxed, jax_arrays, numpy_arrays, sharded, torch_arrays, torch_objects
-from everystep.state.marks import Mark
+from everystep.state.marks import RankMark
 from everystep.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from everystep.state.refusals import type_name, unfillable
 from everystep.state.value_encoder import is_value
@@ -193,7 +193,7 @@ def has_arrays(value: Any, depth: int) -> bool:
         return any(has_arrays(item, depth + 1) for item in value)
     if is_array(value) or jax_arrays.is_array(value):
         return True
-    return isinstance(value, Mark) or torch_objects.is_stateful(value)
+    return isinstance(value, RankMark) or torch_objects.is_stateful(value)
 
 
 def is_value_target(value: object) -> bool:

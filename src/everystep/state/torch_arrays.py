@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from everystep.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from everystep.engine.buffers import ByteSource, Consumed, Destination, Memory, Produced, Strided
 from everystep.errors import UnsupportedState
 from everystep.format import dtypes
 from everystep.format.geometry import boxes_of_range
@@ -88,7 +88,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 # --- where bytes lie ----------------------------------------------------------------------------------------
 
-Described = tuple[str, tuple[int, ...], Source]
+Described = tuple[str, tuple[int, ...], ByteSource]
 """Logical name, shape, and where the bytes come from."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everystep.state import fsdp1
-from everystep.state.marks import Mark
+from everystep.state.marks import RankMark
 from everystep.state.node import MAX_DEPTH
 from everystep.state.refusals import unsupported
 from everystep.state.value_encoder import is_value
@@ -141,7 +141,7 @@ def _objects(state: object) -> list[tuple[str, Any]]:
             inner = list(value.items())
         elif kind in _CONTAINERS:
             inner = list(enumerate(value))
-        elif isinstance(value, Mark):
+        elif isinstance(value, RankMark):
             waiting.append((place, value.value, depth + 1))
             continue
         else:

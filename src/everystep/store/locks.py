@@ -133,7 +133,7 @@ def _holder_of(run: str) -> str:
         return "being written by another process"
 
 
-def try_lock_directory(path: fs.Place, *, shared: bool = False) -> OpenDirectory | None:
+def try_lock_directory(path: fs.PathOrEntry, *, shared: bool = False) -> OpenDirectory | None:
     """Holds a directory until it is released; None if another process holds it.
 
     None also if its holder has just renamed or removed it. Writers hold a checkpoint's directory exclusively
@@ -142,7 +142,7 @@ def try_lock_directory(path: fs.Place, *, shared: bool = False) -> OpenDirectory
     return fs.lock_directory(path, not shared)
 
 
-def share_directory(path: fs.Place, timeout: float) -> OpenDirectory | None:
+def share_directory(path: fs.PathOrEntry, timeout: float) -> OpenDirectory | None:
     """Shares a checkpoint's directory with its readers; None if a writer holds it longer than `timeout`."""
     deadline = time.monotonic() + timeout
     while True:
@@ -152,7 +152,7 @@ def share_directory(path: fs.Place, timeout: float) -> OpenDirectory | None:
         time.sleep(0.002)
 
 
-def remove_unlocked(place: fs.Place) -> bool:
+def remove_unlocked(place: fs.PathOrEntry) -> bool:
     """Removes a directory and all in it; of a link, only the link. False if another process holds it.
 
     None of what it has replaced may be lost with it: sync the directory above before.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from everystep.engine import Produced
 from everystep.plan import arrange
-from everystep.state import Flat, LeafSource
+from everystep.state import FlatState, LeafSource
 from everystep.store import Commit, SaveObserver, Transaction, whole
 from everystep.store.api import check_target, make_parent
 from everystep.store.names import PARTIAL
@@ -53,11 +53,11 @@ def _leaf(job: Job, item: Item, source: object) -> LeafSource:
     return LeafSource(item.name, item.dtype, item.shape, framework_of(job, item), found)
 
 
-def _flat(job: Job, leaves: Sequence[LeafSource]) -> Flat:
+def _flat(job: Job, leaves: Sequence[LeafSource]) -> FlatState:
     local = [leaf for leaf in leaves if leaf.name.startswith("@")]
     if not local:
-        return Flat(job.tree, tuple(leaves), tuple(job.tied.items()), dict(job.local))
-    return Flat(
+        return FlatState(job.tree, tuple(leaves), tuple(job.tied.items()), dict(job.local))
+    return FlatState(
         job.tree,
         tuple(leaf for leaf in leaves if not leaf.name.startswith("@")),
         tuple((name, of) for name, of in job.tied.items() if not name.startswith("@")),

@@ -300,7 +300,7 @@ def test_a_power_cut_leaves_all_or_nothing(tmp_path: Path, replace: bool) -> Non
     assert len(tried) > 40
 
 
-def _inside(event: faults.Event, root: Path) -> bool:
+def _inside(event: faults.TracedCall, root: Path) -> bool:
     return event.path.startswith(str(root))
 
 

@@ -15,29 +15,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import everystep
 from everystep.integrations.dcp import Writer
-from everystep.state import Flat
+from everystep.state import FlatState
 from everystep.state.flatten import flatten
 from everystep.state.node import unmatched
 from everystep.universal import state_tree
 
 
-def lost(flat: Flat) -> Flat:
+def lost(flat: FlatState) -> FlatState:
     return replace(flat, tree={"step": 1, "w": flat.tree["w"]})  # type: ignore[index, call-overload]
 
 
-def dangling(flat: Flat) -> Flat:
+def dangling(flat: FlatState) -> FlatState:
     return replace(flat, tree={**flat.tree, "more": [{"$leaf": "1"}]})  # type: ignore[dict-item]
 
 
-def swapped(flat: Flat) -> Flat:
+def swapped(flat: FlatState) -> FlatState:
     return replace(flat, tree={**flat.tree, "m": {"$tuple": ["x", {"$leaf": "1"}]}})  # type: ignore[dict-item]
 
 
-def alias_lost(flat: Flat) -> Flat:
+def alias_lost(flat: FlatState) -> FlatState:
     return replace(flat, aliases=(*flat.aliases, ("tied", "w")))
 
 
-def own_lost(flat: Flat) -> Flat:
+def own_lost(flat: FlatState) -> FlatState:
     return replace(flat, local={"seed": {"$tuple": [3]}})
 
 
@@ -53,7 +53,11 @@ def state() -> dict[str, Any]:
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("way", ["small", "single", "volumes"])
 def test_a_tree_that_is_not_of_its_leaves_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Any, way: str, how: Callable[[Flat], Flat]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: Any,
+    way: str,
+    how: Callable[[FlatState], FlatState],
 ) -> None:
     if way == "small":
         state = {**state, "w": np.ones(2), "m": {"a": np.ones(3)}}

@@ -22,11 +22,11 @@ def names(run: Path, step: int) -> list[str]:
     return sorted(os.listdir(run / step_name(step)))
 
 
-def recycled(events: list[faults.Event]) -> bool:
+def recycled(events: list[faults.TracedCall]) -> bool:
     return any(event.call == "rename" and event.path.endswith(".retired") for event in events)
 
 
-def synced_directories(events: list[faults.Event]) -> list[str]:
+def synced_directories(events: list[faults.TracedCall]) -> list[str]:
     return [os.path.basename(event.path) for event in events if event.call == "sync_dir"]
 
 

@@ -39,7 +39,7 @@ def survey_killed(root: Path, scratch: Path, options: everystep.Options) -> Tall
     survey = Survey(scratch, RunRecovery(), FEW)
     disk, ledger = Disk(root), Ledger()
     for item in first.items:
-        if not isinstance(item, faults.Event):
+        if not isinstance(item, faults.TracedCall):
             ledger.note(item)
             continue
         disk.replay(item)
@@ -57,7 +57,7 @@ def survey_recoveries(root: Path, scratch: Path, options: everystep.Options, sam
     disk, ledger = Disk(root), Ledger()
     rng = random.Random(1)
     for item in first.items:
-        if isinstance(item, faults.Event):
+        if isinstance(item, faults.TracedCall):
             disk.replay(item)
         else:
             ledger.note(item)

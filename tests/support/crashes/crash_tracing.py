@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everystep.engine import faults
-from everystep.engine.faults import Event
+from everystep.engine.faults import TracedCall
 from support.crashes.power_cuts import Budget, Disk, Image
 from support.crashes.recovery import Ledger, Mark, Recovery
 from support.states.identified_states import WIDE
@@ -21,7 +21,7 @@ class Recording:
 
     root: Path
     wide: int = WIDE
-    items: list[Event | Mark] = field(default_factory=list)
+    items: list[TracedCall | Mark] = field(default_factory=list)
     start: int = 0
     """Where the interesting part begins: crashes are tried from there on."""
     calls: int = 0
@@ -29,7 +29,7 @@ class Recording:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        events: list[Event] = []
+        events: list[TracedCall] = []
         try:
             with faults.traced() as events:
                 yield
@@ -42,7 +42,7 @@ class Recording:
 
     @property
     def operations(self) -> int:
-        return sum(isinstance(item, Event) for item in self.items)
+        return sum(isinstance(item, TracedCall) for item in self.items)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Survey:
         ledger = ledger or Ledger()
         tally = Tally(recording.operations)
         for position, item in enumerate(recording.items):
-            if isinstance(item, Event):
+            if isinstance(item, TracedCall):
                 disk.replay(item)
             else:
                 ledger.note(item)

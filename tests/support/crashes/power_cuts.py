@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from everystep.engine.faults import Event
+from everystep.engine.faults import TracedCall
 from support.crashes.disk_objects import Directory, Entries, File, Resize, atoms_of_write, tearing
 
 _Object = TypeVar("_Object", File, Directory)
@@ -113,7 +113,7 @@ class Disk:
 
     # Replaying.
 
-    def replay(self, event: Event) -> None:
+    def replay(self, event: TracedCall) -> None:
         match event.call:
             case "open":
                 if event.creates:

@@ -122,9 +122,9 @@ def damage(recording: Recording, path: Path, offset: int) -> None:
         file.write(flipped)
     where = str(path)
     recording.items += [
-        faults.Event("open", where, "", 0, 0, b"", False),
-        faults.Event("write", where, "", offset, 1, flipped, False),
-        faults.Event("sync", where, "", 0, 0, b"", False),
+        faults.TracedCall("open", where, "", 0, 0, b"", False),
+        faults.TracedCall("write", where, "", offset, 1, flipped, False),
+        faults.TracedCall("sync", where, "", 0, 0, b"", False),
     ]
 
 

@@ -42,7 +42,7 @@ class Disk:
         self._versions: dict[int, list[bytes]] = {}
         self._flushed: dict[int, int] = {}
 
-    def apply(self, event: faults.Event) -> None:
+    def apply(self, event: faults.TracedCall) -> None:
         call = event.call
         if call in ("write", "store"):
             self._store(event.offset, event.data)
@@ -144,7 +144,7 @@ class Disk:
 class Stretch:
     """Events, and the states of which a crash among them may leave one: the latest is the last."""
 
-    events: list[faults.Event]
+    events: list[faults.TracedCall]
     allowed: list[Content]
     finally_: list[Content]
     """After its last event."""

@@ -225,7 +225,7 @@ class InPlace:
     def empty(self) -> bytes:
         return bytes(self._nbytes)
 
-    def events(self, change: Change, medium: str) -> Iterator[faults.Event]:
+    def events(self, change: Change, medium: str) -> Iterator[faults.TracedCall]:
         for name, value in change.items():
             at = self._places[name]
             data, kind = b"", 0
@@ -237,16 +237,16 @@ class InPlace:
             yield from self._settled(at + 8, struct.pack("<qq", kind, len(data)) + data, medium)
             yield from self._settled(at, struct.pack("<q", 0), medium)
 
-    def _settled(self, offset: int, data: bytes, medium: str) -> Iterator[faults.Event]:
-        def event(call: str, data: bytes = b"") -> faults.Event:
-            return faults.Event(call, "f", "", offset, len(data), data, False)
+    def _settled(self, offset: int, data: bytes, medium: str) -> Iterator[faults.TracedCall]:
+        def event(call: str, data: bytes = b"") -> faults.TracedCall:
+            return faults.TracedCall(call, "f", "", offset, len(data), data, False)
 
         if medium == "page cache":
             yield event("write", data)
             yield event("sync")
         else:
             yield event("store", data)
-            yield faults.Event("write_back", "f", "", offset, len(data), b"", False)
+            yield faults.TracedCall("write_back", "f", "", offset, len(data), b"", False)
             yield event("fence")
 
     def recover(self, image: bytes) -> Content:
@@ -279,9 +279,9 @@ def savez_outcome(seed: int, *, transactions: int, per_point: int, rename: bool)
         data = _npz(arrays)
         # Between two saves lie seconds: what the last one wrote is taken to have reached the disk by itself.
         disk = Disk(PAGE, b"" if rename else before)
-        events = [] if rename else [faults.Event("truncate", "f", "", 0, 0, b"", False)]
+        events = [] if rename else [faults.TracedCall("truncate", "f", "", 0, 0, b"", False)]
         events += [
-            faults.Event("write", "f", "", at, 0, data[at : at + PAGE], False)
+            faults.TracedCall("write", "f", "", at, 0, data[at : at + PAGE], False)
             for at in range(0, len(data), PAGE)
         ]
         for index, event in enumerate(events):

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from everystep.engine.buffers import Consumed, Memory, Produced, Strided
-from everystep.state import Flat, LeafMeta, Restore, empty, flatten, unflatten
+from everystep.state import FlatState, LeafMeta, Restore, empty, flatten, unflatten
 from everystep.state.mismatch import offering
 
 
@@ -60,7 +60,7 @@ def through_json(tree: Any) -> Any:
 
 
 def save(state: object) -> Saved:
-    flat: Flat = flatten(state)
+    flat: FlatState = flatten(state)
     names = [leaf.name for leaf in flat.leaves] + [name for name, _ in flat.aliases]
     assert len(set(names)) == len(names)
     return Saved(

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from everystep.engine import (
     CHUNK_NBYTES,
     Backend,
+    ByteSource,
     Consumed,
     Memory,
     Padding,
     Produced,
-    Source,
     Strided,
     Tuning,
     Unkept,
@@ -167,7 +167,7 @@ def _residue(spec: Spec, offset: int) -> int:
     return offset % PAGE if spec.congruent else spec.residue
 
 
-def make_source(spec: Spec, offset: int, data: Bytes) -> Source:
+def make_source(spec: Spec, offset: int, data: Bytes) -> ByteSource:
     """A source of exactly `data`."""
     if spec.kind == "memory":
         return memory_of(place(data, _residue(spec, offset)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from everystep.format.geometry import Box
 from everystep.plan.fragments import mesh_placement
 from everystep.plan.placement import LeafLayout, holding
-from everystep.state import Flat, LeafMeta, LeafSource, Restore, Sharding
+from everystep.state import FlatState, LeafMeta, LeafSource, Restore, Sharding
 from support.states.memory_store import Saved, fresh, read, through_json, write
 
 Numbers = np.ndarray[Any, Any]
@@ -63,7 +63,7 @@ def contents(leaf: LeafSource) -> Numbers:
     return np.frombuffer(read(leaf.source), np.float32).reshape(leaf.shape)
 
 
-def as_saved(flat: Flat, wholes: Mapping[str, Numbers]) -> Saved:
+def as_saved(flat: FlatState, wholes: Mapping[str, Numbers]) -> Saved:
     """A checkpoint of all ranks: the tree of this one, and the whole of every leaf (float32)."""
     leaves = {leaf.name: leaf for leaf in flat.leaves}
     return Saved(

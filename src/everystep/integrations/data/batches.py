@@ -1,8 +1,8 @@
 """What happens to one batch where it is made: in a worker process, or in the main one without workers.
 
-Owns `Ticket`, the order for one batch that travels to the worker, and `Batches`, which makes the batch. A
-ticket says everything the batch depends on, so a worker keeps no state: which worker makes a batch, how many
-there are, and what it made before do not matter.
+Owns `Ticket`, the order for one batch that travels to the worker, and `BatchDataset`, which makes the batch.
+A ticket says everything the batch depends on, so a worker keeps no state: which worker makes a batch, how
+many there are, and what it made before do not matter.
 
 torch's ``DataLoader`` is used without its own batching, with tickets in the place of indices; that gives it
 one call per batch into which the seeding fits before the first sample is touched.
@@ -26,7 +26,7 @@ class Ticket(NamedTuple):
     """A list of indices; one index when the loader does not batch."""
 
 
-class Batches:
+class BatchDataset:
     """The dataset that torch's ``DataLoader`` sees: tickets in, finished batches out."""
 
     def __init__(self, samples: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from everystep.errors import StateMismatch, UnsupportedState
 from everystep.integrations.data import seeding
-from everystep.integrations.data.batches import Batches, Ticket, WorkerStart, as_is
+from everystep.integrations.data.batches import BatchDataset, Ticket, WorkerStart, as_is
 from everystep.integrations.data.orders import Epoch, order_of
 from everystep.integrations.data.sampler import Uneven
 from everystep.integrations.data.seeding import whole
@@ -104,7 +104,7 @@ class Loader:
         )
         batched = batch_size is not None or batch_sampler is not None
         collate = collate_fn or (default_collate if batched else default_convert)
-        self._torch = _torch_loader(Batches(dataset, collate, batched=batched), _Rest(self), options)
+        self._torch = _torch_loader(BatchDataset(dataset, collate, batched=batched), _Rest(self), options)
         self._epoch = 0
         self._position = 0
         self._dealt = 0
@@ -334,7 +334,7 @@ class _Iteration:
             raise error.with_traceback(None)  # noqa: B904
 
 
-def _torch_loader(batches: Batches, rest: _Rest, options: dict[str, Any]) -> Any:
+def _torch_loader(batches: BatchDataset, rest: _Rest, options: dict[str, Any]) -> Any:
     from torch import Generator
     from torch.utils.data import DataLoader
 

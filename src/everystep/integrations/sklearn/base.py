@@ -17,7 +17,7 @@ from everystep.shelf import Shelf
 SHELF_CONSTRAINT: dict[str, list[Any]] = {"shelf": [str, os.PathLike, Shelf, None]}
 
 
-class Progress:
+class FitProgress:
     """How far one fit is: made for each call of ``fit``, opened when scikit-learn has validated the data."""
 
     def __init__(self, estimator: Any, also: Mapping[str, str]) -> None:
@@ -65,9 +65,9 @@ class Resumable:
     """Mixed into an estimator with the parameter `shelf`."""
 
     shelf: Any
-    _everystep_fit: Progress | None = None
+    _everystep_fit: FitProgress | None = None
 
-    def _fit_on_shelf(self, progress: Progress, fit: Callable[[], Any]) -> Any:
+    def _fit_on_shelf(self, progress: FitProgress, fit: Callable[[], Any]) -> Any:
         """Runs scikit-learn's ``fit``; returns what it returned, or what it returned when it was finished."""
         self._everystep_fit = progress
         record = progress.record

@@ -19,7 +19,7 @@ from sklearn.base import _fit_context
 from sklearn.cluster import _kmeans
 from threadpoolctl import threadpool_limits
 
-from everystep.integrations.sklearn.base import SHELF_CONSTRAINT, Progress, Resumable
+from everystep.integrations.sklearn.base import SHELF_CONSTRAINT, FitProgress, Resumable
 from everystep.integrations.sklearn.fingerprints import describe
 from everystep.integrations.sklearn.loops import with_names
 from everystep.integrations.sklearn.record import ShelfLike
@@ -106,7 +106,7 @@ class KMeans(Resumable, _kmeans.KMeans):  # type: ignore[misc]
         return self._everystep_fit.initial_centers(X, compute, random_state)
 
 
-class _Runs(Progress):
+class _Runs(FitProgress):
     """The runs of one fit (``n_init``) and the iterations of each: what scikit-learn's loops meet."""
 
     run = -1

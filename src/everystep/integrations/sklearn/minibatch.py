@@ -14,7 +14,7 @@ from sklearn.cluster import _kmeans
 
 from everystep.integrations.sklearn.base import (
     SHELF_CONSTRAINT,
-    Progress,
+    FitProgress,
     Resumable,
     number_again,
     number_entry,
@@ -116,7 +116,7 @@ class MiniBatchKMeans(Resumable, _kmeans.MiniBatchKMeans):  # type: ignore[misc]
         return ends
 
 
-class _Steps(Progress):
+class _Steps(FitProgress):
     """The steps of one fit: what scikit-learn's loop meets."""
 
     initialized = False

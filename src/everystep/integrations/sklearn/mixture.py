@@ -16,7 +16,7 @@ from sklearn.mixture import _gaussian_mixture
 
 from everystep.integrations.sklearn.base import (
     SHELF_CONSTRAINT,
-    Progress,
+    FitProgress,
     Resumable,
     number_again,
     number_entry,
@@ -134,7 +134,7 @@ class GaussianMixture(Resumable, _gaussian_mixture.GaussianMixture):  # type: ig
         return super()._get_parameters()
 
 
-class _Runs(Progress):
+class _Runs(FitProgress):
     """The runs of one fit (``n_init``), and what is answered from the shelf.
 
     Stored are `bounds`: for each complete run and the present one the lower bounds of its iterations; the

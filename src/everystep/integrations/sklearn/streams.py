@@ -16,10 +16,10 @@ from everystep.integrations.sklearn.record import FitRecord, ShelfLike
 from everystep.integrations.sklearn.versions import VERSION
 
 Estimator = TypeVar("Estimator")
-Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+BatchSource = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
-def stream(estimator: Estimator, batches: Batches, *, shelf: ShelfLike, **options: Any) -> Estimator:
+def stream(estimator: Estimator, batches: BatchSource, *, shelf: ShelfLike, **options: Any) -> Estimator:
     """Calls ``partial_fit`` with each batch, and makes the result durable before the next.
 
     After a crash, call it again with a new estimator of the same parameters and the same batches: those that
@@ -76,7 +76,7 @@ def stream(estimator: Estimator, batches: Batches, *, shelf: ShelfLike, **option
     return estimator
 
 
-def _from(batches: Batches, seen: int, checksum: str) -> Iterator[tuple[int, Any]]:
+def _from(batches: BatchSource, seen: int, checksum: str) -> Iterator[tuple[int, Any]]:
     """The batches after those that were seen, with their numbers."""
     if callable(batches):
         yield from enumerate(batches(seen), seen)

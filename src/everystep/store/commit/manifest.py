@@ -10,7 +10,7 @@ from everystep.engine import CHUNK_NBYTES
 from everystep.errors import UnsupportedState
 from everystep.format.embedded import EMBEDDING_SHARD, embed_root
 from everystep.format.records import EMBEDDED, Alias, Fragment, Leaf, Part, Root, ShardFile
-from everystep.plan import Layout, ShardPlan
+from everystep.plan import ShardLayout, ShardPlan
 from everystep.state import LeafSource
 from everystep.state.node import Node, unmatched
 from everystep.store.commit.share import Share
@@ -65,7 +65,7 @@ def part_of(
 
 
 def one_file(
-    layout: Layout, describe: Callable[[Node, Part], Root], share: Share, limit_nbytes: int
+    layout: ShardLayout, describe: Callable[[Node, Part], Root], share: Share, limit_nbytes: int
 ) -> tuple[ShardPlan, engine.Packed] | None:
     """A small state as one file: a shard whose header holds the manifest, and the data, copied.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from everystep.errors import UnsupportedState
 from everystep.format.records import PartRef
-from everystep.state import Flat, LeafSource
+from everystep.state import FlatState, LeafSource
 from everystep.state.node import Node
 from everystep.store.commit.round import ShareWritten
 
@@ -49,7 +49,7 @@ class Share:
         )
 
 
-def whole(flat: Flat) -> Share:
+def whole(flat: FlatState) -> Share:
     """The share of a process that saves a state alone. It must hold all arrays completely."""
     leaves = flat.leaves + flat.local_leaves
     boxes: dict[str, list[LeafSource]] = {}

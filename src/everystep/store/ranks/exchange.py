@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everystep.engine import Consumed, Destination, Memory, Produced, Source, Strided, WritePiece, copy
+from everystep.engine import ByteSource, Consumed, Destination, Memory, Produced, Strided, WritePiece, copy
 from everystep.engine.buffers import Bytes, view, view_strided
 from everystep.errors import UnsupportedState
 from everystep.format.geometry import Box, boxes_of_range
 from everystep.plan.fragments import part_of_destination, part_of_source
-from everystep.plan.read_sharing import Group
+from everystep.plan.read_sharing import ReadGroup
 from everystep.store.ranks.channel import Channel, Message, carry
 
 MESSAGE_NBYTES = 8 << 20
@@ -45,7 +45,7 @@ class LocalArray:
 def hand_out(
     channel: Channel,
     rank: int,
-    groups: Sequence[Group],
+    groups: Sequence[ReadGroup],
     place_of: Callable[[int], LocalArray],
     timeout: float,
 ) -> int:
@@ -92,7 +92,7 @@ class Spans(Message):
         _scatter(self.spans, buffer)
 
 
-def _messages(rank: int, groups: Sequence[Group], place_of: Callable[[int], LocalArray]) -> list[Spans]:
+def _messages(rank: int, groups: Sequence[ReadGroup], place_of: Callable[[int], LocalArray]) -> list[Spans]:
     """All messages that this rank sends or receives."""
     channels: dict[tuple[int, int], list[tuple[LocalArray, Box, int]]] = {}
     for group in groups:
@@ -156,7 +156,7 @@ def _gather(spans: Sequence[Span], buffer: Bytes) -> None:
     copy(pieces, buffer)
 
 
-def _sources(span: Span) -> Iterator[Source]:
+def _sources(span: Span) -> Iterator[ByteSource]:
     place = span.place
     whole = place.where
     if isinstance(whole, Consumed):

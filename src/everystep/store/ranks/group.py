@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from everystep.errors import RanksDisagree
-from everystep.state import Flat, LeafSource, flatten
+from everystep.state import FlatState, LeafSource, flatten
 from everystep.store.commit.driver import Commit
 from everystep.store.commit.info import CheckpointInfo
 from everystep.store.commit.observer import SaveObserver
@@ -78,7 +78,7 @@ class PreparedSave:
     save_round: SaveRound | None
     id: str
     created: float
-    flat: Flat
+    flat: FlatState
     share: Share
 
 
@@ -246,7 +246,7 @@ class RankGroup:
             if meeting is not None:
                 check_all_replicas(flat, meeting)
 
-    def _flatten(self, state: object) -> Flat:
+    def _flatten(self, state: object) -> FlatState:
         flat = flatten(state, self.rank)
         return flat if self.meeting is None else renumber_leaves(flat, self.meeting.subgroup)
 
@@ -312,13 +312,13 @@ class RankGroup:
         self.meeting.leave(wait=succeeded, more_keys=more_keys)
         self.meeting.transport.close()
 
-    def _ready(self, flat: Flat | None = None) -> Ready:
+    def _ready(self, flat: FlatState | None = None) -> Ready:
         """What this rank says before a save: its settings, and what its plan is for."""
         settings = f"writers={self.settings.writers!r}, replicas={self.settings.replicas!r}"
         plan, structure = ("", "") if flat is None else self.shares.signature(flat)
         return Ready(plan, structure, settings, bool(self.settings.volumes))
 
-    def _needs_plan(self, flat: Flat, save_round: SaveRound | None) -> bool:
+    def _needs_plan(self, flat: FlatState, save_round: SaveRound | None) -> bool:
         """Whether a new plan is needed: the present one does not fit the state of some rank."""
         ready = self._ready(flat)
         if save_round is None:

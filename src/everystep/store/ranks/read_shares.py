@@ -15,7 +15,7 @@ import numpy as np
 from everystep.format.geometry import Box
 from everystep.plan.fragments import part_of_destination
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, local_sizes
-from everystep.plan.read_sharing import Group, SharePlan
+from everystep.plan.read_sharing import ReadGroup, SharePlan
 from everystep.plan.topology import Topology
 from everystep.plan.world import Seen, View
 from everystep.store.ranks.exchange import LocalArray
@@ -45,7 +45,7 @@ class Sharing:
         self._rank = rank
         self.shared: frozenset[Seen] = frozenset(common.seen for common in commons)
         plan = SharePlan([common.layout for common in commons], topology)
-        self.groups: tuple[Group, ...] = plan.groups(rank)
+        self.groups: tuple[ReadGroup, ...] = plan.groups(rank)
 
     def place(self, number: int) -> LocalArray:
         """The array of a leaf's number in the groups."""

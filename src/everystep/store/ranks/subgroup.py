@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from everystep.errors import UnsupportedState
-from everystep.state import Flat, LeafSource, Restore, Sharding
+from everystep.state import FlatState, LeafSource, Restore, Sharding
 from everystep.store.ranks.transport import Subgroup
 
 
-def renumber_leaves(flat: Flat, subgroup: Subgroup | None) -> Flat:
+def renumber_leaves(flat: FlatState, subgroup: Subgroup | None) -> FlatState:
     """A flattened state whose meshes have the ranks of the subgroup."""
     if subgroup is None:
         return flat

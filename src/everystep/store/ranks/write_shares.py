@@ -25,7 +25,7 @@ from everystep.plan.replica_groups import Owned
 from everystep.plan.topology import Topology, Writers
 from everystep.plan.volumes import stripe
 from everystep.plan.world import Beside, besides, merge_views
-from everystep.state import Flat, LeafSource
+from everystep.state import FlatState, LeafSource
 from everystep.store.commit import volumes as volume_files
 from everystep.store.commit.driver import Agreement
 from everystep.store.commit.manifest import require_complete
@@ -98,7 +98,7 @@ class WriteShares:
         own = self._writers, self._volumes, self._replicas
         return own == (settings.writers, tuple(settings.volumes), settings.replicas)
 
-    def signature(self, flat: Flat) -> tuple[str, str]:
+    def signature(self, flat: FlatState) -> tuple[str, str]:
         """The fingerprint of the present plan if it is for leaves like these, and a digest of the structure.
 
         To be called before anything else is done with a state.
@@ -122,7 +122,7 @@ class WriteShares:
         """The next save makes a new plan."""
         self._known = None
 
-    def plan(self, flat: Flat, meeting: Meeting | None) -> None:
+    def plan(self, flat: FlatState, meeting: Meeting | None) -> None:
         """Makes a new plan, with all other ranks of a meeting."""
         self._known = None
         topology = Topology.regular(1) if meeting is None else meeting.membership.topology
@@ -147,7 +147,7 @@ class WriteShares:
         self._require_complete(flat, layouts)
         self._known = _signature(flat), self._planned(topology, layouts, others, speakers, compared=compared)
 
-    def share(self, flat: Flat) -> Share:
+    def share(self, flat: FlatState) -> Share:
         """This rank's share of the state that `signature` was called with. The present plan is for it."""
         assert self._known is not None
         planned = self._known[1]
@@ -201,7 +201,7 @@ class WriteShares:
             crossings_of(self._rank, writes.leaves, others),
         )
 
-    def _require_complete(self, flat: Flat, layouts: Sequence[LeafLayout]) -> None:
+    def _require_complete(self, flat: FlatState, layouts: Sequence[LeafLayout]) -> None:
         """As long as leaves and structure stay the same, so do the references between them."""
         own = [leaf.name for leaf in (*flat.leaves, *flat.local_leaves)]
         tied = [name for name, _ in (*flat.aliases, *flat.local_aliases)]
@@ -209,7 +209,7 @@ class WriteShares:
         require_complete((flat.tree, *flat.local.values()), {*own, *tied}, elsewhere)
 
 
-def check_all_replicas(flat: Flat, meeting: Meeting) -> None:
+def check_all_replicas(flat: FlatState, meeting: Meeting) -> None:
     """Raises `RanksDisagree` if ranks hold different values of replicated arrays."""
     views = exchange_views(meeting, view_of(flat.leaves))
     layouts = merge_views(views)
@@ -226,7 +226,7 @@ def _speakers(structure: str, meeting: Meeting) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _signature(flat: Flat) -> Any:
+def _signature(flat: FlatState) -> Any:
     return tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in flat.leaves])
 
 

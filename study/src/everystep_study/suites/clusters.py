@@ -195,7 +195,7 @@ class Fit(Case):
 @contextmanager
 def _counted(spent: list[float]) -> Iterator[None]:
     """Adds the time that fits spend on fingerprints and on the shelf."""
-    from everystep.integrations.sklearn.base import Progress
+    from everystep.integrations.sklearn.base import FitProgress
     from everystep.integrations.sklearn.record import FitRecord
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +208,7 @@ def _counted(spent: list[float]) -> Iterator[None]:
 
         return call
 
-    places = [(Progress, "begin"), (FitRecord, "commit"), (FitRecord, "commit_soon"), (FitRecord, "close")]
+    places = [(FitProgress, "begin"), (FitRecord, "commit"), (FitRecord, "commit_soon"), (FitRecord, "close")]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
     try:
         for owner, name, function in kept:

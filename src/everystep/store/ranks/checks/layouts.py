@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from everystep.engine import Source, WritePiece, copy
+from everystep.engine import ByteSource, WritePiece, copy
 from everystep.errors import RanksDisagree
 from everystep.format.checksums import digest
 from everystep.format.geometry import Box, boxes_of_range, intersect
@@ -191,7 +191,7 @@ def box_sums(
             f"of {list(layout.shape)}. Shards of uneven sizes must be cut as torch.chunk does",
         )
     size = layout.itemsize
-    source: Source = leaf.source
+    source: ByteSource = leaf.source
     totals = [0] * len(wanted)
     count = math.prod(leaf.shape)
     for start in range(0, count, _ELEMENTS):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from everystep.engine import Memory, Produced, Source, WritePiece, copy, fingerprints, xxh3_64
+from everystep.engine import ByteSource, Memory, Produced, WritePiece, copy, fingerprints, xxh3_64
 from everystep.engine.buffers import view
 from everystep.errors import RanksDisagree
 from everystep.format.checksums import digest
@@ -139,7 +139,7 @@ def samples(copies: Copies, here: Mapping[str, LeafSource]) -> dict[str, str]:
     found: dict[str, str] = {}
     for stream, names in copies:
         near: list[str] = []
-        sources: list[Source] = []
+        sources: list[ByteSource] = []
         for name in names:
             source = here[name].source if name in here else None
             if source is not None and in_host_memory(source):
@@ -151,7 +151,7 @@ def samples(copies: Copies, here: Mapping[str, LeafSource]) -> dict[str, str]:
     return found
 
 
-def in_host_memory(source: Source) -> bool:
+def in_host_memory(source: ByteSource) -> bool:
     """Whether a few of its bytes can be had at next to no cost."""
     return not isinstance(source, Produced) or bool(getattr(source.owner, "is_cpu", False))
 
@@ -213,7 +213,7 @@ def array_digest(leaf: LeafSource, buffer: np.ndarray[tuple[int], np.dtype[np.ui
 def _window_digest(
     leaf: LeafSource, start: int, stop: int, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]
 ) -> int:
-    source: Source = leaf.source
+    source: ByteSource = leaf.source
     if isinstance(source, Memory):
         return xxh3_64(view(source.address + start, stop - start).data)
     window = buffer[: stop - start]
