@@ -116,6 +116,30 @@ def test_a_state_that_cannot_be_filled_on_one_rank_stops_all_and_at_once(tmp_pat
     ]
 
 
+def _pass_states(folder: Path) -> list[Any]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    state: Any = (np.zeros(10), 0, everystep.per_rank({"own": -1}))
+    with everystep.Checkpointer(folder, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        first, state = c.restore(into=state)
+        for step in range(first + 1, 4):
+            state = (np.full(10, float(step)), step, everystep.per_rank({"own": 10 * step + rank}))
+            c.save(step, state)
+        c.check_replicas(state)
+    bound: Any = {"w": np.zeros(10)} if rank else None
+    with everystep.Checkpointer(folder, bound, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        step, found = c.restore(into=(np.zeros(10), 0, everystep.per_rank({"own": 0})))
+        return [first, step, float(found[0].sum()), found[1], found[2].value]
+
+
+def test_ranks_pass_new_states_and_get_new_ones_back(tmp_path: Path) -> None:
+    assert values(launch(2, _pass_states, tmp_path)) == [
+        [0, 3, 30.0, 3, {"own": 30}],
+        [0, 3, 30.0, 3, {"own": 31}],
+    ]
+
+
 def _go_back(folder: Path) -> list[Any]:
     state: Any = {"w": np.zeros(10)}
     keep = everystep.Keep(last=9)
