@@ -114,7 +114,7 @@ class AnnouncedChanges:
         warnings.warn(
             "the state holds no optimizer whose steps could be waited for, so saves copy it first "
             '(mode="snapshot"). To overlap, give optimizers=[...] to the Checkpointer, or change the weights '
-            "inside of `with checkpointer.update():`",
+            "inside `with checkpointer.update():`",
             RuntimeWarning,
             stacklevel=stack_level(),
         )
@@ -136,7 +136,7 @@ def _hidden_from_compiler(hook: Hook) -> Hook:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer that really steps, inside of wrappers that keep it as ``.optimizer``."""
+    """The optimizer that really steps, inside wrappers that keep it as ``.optimizer``."""
     for _ in range(8):
         inner = getattr(optimizer, "optimizer", None)
         if not is_optimizer(inner):

@@ -317,7 +317,7 @@ class Checkpointer:
             self._stalled += self._task.release(owner, self._timeout)
 
     def _require_ended(self, earlier: SaveTask | None, step: int) -> None:
-        """One save at a time: the earlier one ends first, or this one is not made."""
+        """Waits until the earlier save has ended, since there is one save at a time."""
         if earlier is None or earlier.ended:
             return
         patience = self._group.patience

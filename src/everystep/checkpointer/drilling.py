@@ -66,7 +66,7 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 class Observed(Mark, frozen=True, omit_defaults=True, kw_only=True):
-    """A line about a checkpoint, whole."""
+    """A line about a checkpoint, with its contents."""
 
     contents: Contents
 

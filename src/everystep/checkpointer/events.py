@@ -215,7 +215,7 @@ class EventLog:
                 except Exception as error:  # whatever it is, the save that the event reports has happened
                     first_failure = error if self.broken is None else None
                     self.broken = error
-        # Outside of the lock: a subscriber may use the log.
+        # Outside the lock: a subscriber may use the log.
         if first_failure is not None:
             warn(f"events are not written to {self.path}: {first_failure}. Saves go on; this is said once")
         for subscription in subscriptions:

@@ -26,7 +26,7 @@ _FEW_FILES = 64
 
 
 class FreeSpace:
-    """Of one run, on the process that writes to it."""
+    """The free space for one run, on the process that writes to it."""
 
     def __init__(self, run: WritableRun, keep: Keep, retention: Retention, observers: RunObservers) -> None:
         self._run = run
@@ -62,7 +62,7 @@ class FreeSpace:
         self._remove_some(step, needed, at_least=1 if refused == errno.EDQUOT or files < _FEW_FILES else 0)
 
     def used(self, stored_nbytes: int) -> None:
-        """A checkpoint is durable, and its files have so many bytes."""
+        """A checkpoint is durable; its files have `stored_nbytes` bytes."""
         self._nbytes = stored_nbytes
 
     def failed(self, error: BaseException) -> None:

@@ -64,11 +64,11 @@ class Guard:
 
     @property
     def owners(self) -> set[Owner]:
-        """Those whose leaves have not been looked at again."""
+        """The owners whose leaves have not been compared yet."""
         return set(self._watched)
 
     def take(self, owner: Owner | None = None) -> list[str]:
-        """Names of an owner's leaves (None: of everybody's) that have changed.
+        """Names of an owner's leaves (None: of every owner's) that have changed.
 
         Each owner is looked at once: after that it may change them. One that was interrupted does not count.
         """

@@ -26,7 +26,7 @@ from everystep.store.names import RULES
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the policy looks at: a committed checkpoint."""
+    """What the rules look at: a committed checkpoint."""
 
     step: int
     created: float

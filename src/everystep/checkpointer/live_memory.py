@@ -109,7 +109,7 @@ class LiveMemory:
             job.cancel()
 
     def _wait_for(self, ends: Sequence[int] | None, end: float) -> bool:
-        """Whether so many bytes of each file have left in time; None: the engine has not even begun."""
+        """Whether these numbers of bytes of the files have left in time; None: the engine has not begun."""
         if ends is None:
             return False
         return all(
@@ -169,8 +169,8 @@ class LiveMemory:
         more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         return MutatedDuringSave(
             f"the save of step {self._step} failed: {', '.join(leaves[:3])}{more} changed meanwhile, "
-            "outside of a hooked optimizer's step. Earlier checkpoints are untouched. "
-            "The next saves copy these leaves. To have them read in place, make such changes inside of "
+            "outside a hooked optimizer's step. Earlier checkpoints are untouched. "
+            "The next saves copy these leaves. To have them read in place, make such changes inside "
             "`with checkpointer.update():`, or give their optimizer as optimizers=[...]",
             leaves=leaves,
         )

@@ -84,17 +84,17 @@ class RunContext:
     group: RankGroup
     run: WritableRun | FollowedRun
     ledger: Ledger | None
-    """Of a run whose shards go to volumes, on the coordinator."""
+    """Only for a run whose shards go to volumes, on the coordinator."""
     retention: Retention
     free_space: FreeSpace | None
-    """None: the coordinator looks after it, or the shards go to volumes."""
+    """None on ranks other than the coordinator, and for runs whose shards go to volumes."""
     staging: Staging
     announced: AnnouncedChanges
     observed: ObservedChanges
     schedule: Schedule
     observers: RunObservers
     events: EventLog
-    """One of the observers."""
+    """It is one of the observers."""
 
 
 def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -> RunContext:
@@ -163,7 +163,7 @@ def open_run(path: str) -> WritableRun:
     """Opens a run for writing. `Locked` names the Checkpointer of this process that has it open."""
     refuse_reference(path)
     if is_checkpoint(path):
-        # Steps inside of a checkpoint would never be found: readers of that path mean the checkpoint.
+        # Steps inside a checkpoint would never be found: readers of that path mean the checkpoint.
         raise CheckpointExists(
             f"{path} is a checkpoint, not a run of them: give the Checkpointer a directory of its own. "
             "(everystep.load restores from a single checkpoint)"
@@ -186,7 +186,7 @@ def open_run(path: str) -> WritableRun:
 
 
 def register(checkpointer: object, run: WritableRun) -> None:
-    """That Checkpointer holds that run, until it closes it."""
+    """Notes that the Checkpointer holds the run, until it closes it."""
     _open[checkpointer] = run, forks()
 
 

@@ -53,7 +53,7 @@ FROZEN = Owner(OwnerKind.FROZEN)
 UNCHANGED = Owner(OwnerKind.UNCHANGED)
 """Of what is promised not to change before the next hooked step."""
 UPDATE = Owner(OwnerKind.UPDATE)
-"""Of what changes only inside of `Checkpointer.update`."""
+"""Of what changes only inside `Checkpointer.update`."""
 
 OwnerOf = Callable[[LeafSource], Owner | None]
 """The owner of a leaf that may be read in place now; None for one that must be copied."""
@@ -118,7 +118,7 @@ class Owners:
 
 
 def _without_parts(found: list[tuple[int, int, Owner]]) -> list[tuple[int, int, Owner]]:
-    """Sorted, without what is part of another of the same owner: views of one large buffer, say."""
+    """Sorted, without ranges inside another of the same owner, such as views of one large buffer."""
     reach: dict[Owner, int] = {}
     kept = []
     for start, back, owner in sorted([(start, -stop, owner) for start, stop, owner in found]):
@@ -225,7 +225,7 @@ def _tensors(value: object) -> list[Any]:
 
 
 def _extent(array: Any) -> tuple[str, int, int]:
-    """Device, first and last address of an array's memory. Empty for what has none."""
+    """Device, first address, and the one past the last of an array's memory. Empty if it has none."""
     array = getattr(array, "_local_tensor", array)  # of a DTensor, what is here
     if hasattr(array, "data_ptr"):
         if array.is_meta or array.layout is not sys.modules["torch"].strided:

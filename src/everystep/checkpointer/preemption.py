@@ -116,7 +116,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class PreemptionDuty:
-    """Of one Checkpointer. Without `listens`, signals are left alone."""
+    """The decisions of one Checkpointer. Without `listens`, it does not handle signals."""
 
     def __init__(self, group: RankGroup, schedule: Schedule, exit_code: int, *, listens: bool) -> None:
         self._group = group
@@ -145,7 +145,7 @@ class PreemptionDuty:
         return save_round.call.due, save_round.call.signal, save_round
 
     def fulfilled(self, run: str, step: int, signal: str) -> int | None:
-        """That step is durable. Returns the exit code to end with; None: other Checkpointers save first."""
+        """Called when that step is durable. Returns the exit code to end with; None: others save first."""
         code: int | None = self._exit_code
         if self._preemption is not None:
             # Several ranks end at the same step, whatever other Checkpointers one of them has.
@@ -155,7 +155,7 @@ class PreemptionDuty:
         return code
 
     def close(self) -> None:
-        """Signals do again what they would do without Everystep."""
+        """From now on signals do what they would do without Everystep."""
         if self._preemption is not None:
             self._preemption.close()
 
@@ -167,7 +167,7 @@ def checked_exit_code(code: object) -> int:
 
 
 def _print_preempted(run: str, step: int, signal: str, code: int | None) -> None:
-    """For people: otherwise they would wonder why the process ended without an error."""
+    """Says why the process ends without an error."""
     then = (
         "the process ends when its other Checkpointers have saved"
         if code is None

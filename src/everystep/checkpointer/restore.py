@@ -49,7 +49,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """What is to be filled.
+    """What a restore fills.
 
     Args:
         state: The objects to fill.
@@ -67,7 +67,7 @@ class Into:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where training goes on: the restored state, and the steps there were to choose from."""
+    """Where training goes on: the restored state, and the steps that the run has."""
 
     step: int
     state: object
@@ -154,7 +154,7 @@ def _load(group: RankGroup, meeting: Meeting | None, into: Into, path: str) -> t
 
 
 def _begin_from(context: RunContext, into: Into, begin: Beginning) -> tuple[int, object]:
-    """Fills what that checkpoint has something for; the other entries of the state stay."""
+    """Fills the entries that the checkpoint has; the other entries of the state stay."""
     group, path, state = context.group, begin.path, into.state
     tuning = replace(READING, max_inflation=group.settings.tuning.max_inflation)
     with group.reconvene(f"start from {os.fspath(path)}") as meeting:
@@ -243,7 +243,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _entries_in(state: object, checkpoint: Checkpoint) -> object:
-    """The entries of a state that a checkpoint has something for; all of a state that is no dict.
+    """The entries of a state that a checkpoint has something for; the whole state if it is not a dict.
 
     What only the checkpoint has, such as the counters of another system, is left out.
     """

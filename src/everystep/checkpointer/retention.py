@@ -63,7 +63,7 @@ class Retention:
 
     @property
     def newest(self) -> int | None:
-        """The newest step that is ours, and that training did not go back on."""
+        """The newest step of ours, without those that training went back on."""
         ours = self._ours.difference(self._superseded)
         return max(ours.intersection([item.step for item in self._known]), default=None)
 
@@ -101,7 +101,7 @@ class Retention:
         return replace
 
     def exists(self, step: int) -> CheckpointExists:
-        """The error for a step that is there and is not to be replaced."""
+        """The error for a step whose checkpoint exists and may not be replaced."""
         self._attempted = None
         return CheckpointExists(
             f"step {step} was not saved: run {self._run.path} has a checkpoint of step {step} already, which "
@@ -110,18 +110,20 @@ class Retention:
         )
 
     def mark_damaged(self, step: int) -> None:
-        """One that turned out damaged does not count among those to keep. It stays on the disk, to be looked
-        at, until training comes to that step again."""
+        """A checkpoint that turned out damaged does not count for the rules.
+
+        It stays on the disk, for people to look at, until training comes to that step again.
+        """
         self._known = [item for item in self._known if item.step != step]
         self._damaged.add(step)
 
     def supersede(self, steps: Sequence[int]) -> None:
-        """Training goes back on these: the next one that is committed removes them."""
+        """Training goes back to before these steps: the next commit removes them."""
         self._superseded = list(steps)
 
     @property
     def count(self) -> int:
-        """How many the run has."""
+        """The number of checkpoints in the run."""
         return len(self._known)
 
     def dispensable(self) -> list[int]:

@@ -86,7 +86,7 @@ class SaveTask(SaveObserver):
         self._prepared: PreparedSave | None = None
         self._live: tuple[str, ...] | None = None
         self._fate: dict[str, bool] = {}
-        """Whether the save runs, once that is decided: by its thread, or by who asks after an interrupt."""
+        """Whether the save runs, once its thread has begun or an interrupt has been noticed before."""
         self._on_this_thread = False
         self._awaited = True
         self.interrupted = False
@@ -113,7 +113,7 @@ class SaveTask(SaveObserver):
             self._live = ids(path_to_read(context.run.directory))
 
     def stage(self, state: object) -> None:
-        """Divides the leaves: those that are read in place, and those that are copied, now."""
+        """Decides which leaves are read in place, and copies the others."""
         context = self._context
         if self._bound:
             context.observed.warn_if_stale(self._leaves())
@@ -193,13 +193,13 @@ class SaveTask(SaveObserver):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it is under way, or will be."""
+        """Whether no part of it is under way or still to come."""
         if self.pending.ended:
             return True
         return self.interrupted and (self._on_this_thread or not self._fate.setdefault(_RUNS, False))
 
     def _start_thread(self) -> bool:
-        """Not in the interpreter's last moments: it waits for no more threads."""
+        """Whether a thread was started. An interpreter that is ending starts no more."""
         try:
             start_thread(self.run, f"everystep-step-{self.step}")
         except RuntimeError:  # no more threads: the interpreter is ending
@@ -309,7 +309,7 @@ class SaveTask(SaveObserver):
         context.schedule.finished(Cost(self.step, stall, phases.total, info.nbytes))
 
     def _learn_from(self, error: BaseException) -> None:
-        """The next save must not fail for the same reason."""
+        """Remembers why it failed, so that the next save does not fail for the same reason."""
         if isinstance(error, MutatedDuringSave):
             self._context.observed.add_changed(error.leaves)
         if self._context.free_space is not None:

@@ -48,7 +48,7 @@ class Schedule:
     """Decides at which calls of `Checkpointer.save` the state is saved."""
 
     def due(self, step: int, now: float) -> bool:
-        """Whether the state after `step` should be saved. Only a question: asking changes nothing."""
+        """Whether the state after `step` should be saved. The call changes nothing."""
         raise NotImplementedError
 
     def resumed(self, step: int) -> None:
@@ -64,7 +64,7 @@ class Schedule:
         """A save became durable. One that failed is never reported here."""
 
     def explain(self) -> str:
-        """The choice, and what it follows from."""
+        """The chosen interval, and why."""
         raise NotImplementedError
 
 
@@ -195,7 +195,7 @@ class Measured:
 
     @property
     def durable_steps(self) -> int:
-        """Steps that pass until a save is durable, and the next may begin. Time it costs is not theirs."""
+        """Steps until a save is durable and the next may begin, without the time that the save costs."""
         return max(1, math.ceil((self.busy - self.cost) / self.alone - 1e-6))
 
 
@@ -233,7 +233,7 @@ class Auto(Schedule):
 
     @property
     def measuring(self) -> bool:
-        """Whether the choice still rests on too little."""
+        """Whether there is too little to rely on the choice."""
         return self._interval is None or self._finished < SETTLED_SAVES
 
     def due(self, step: int, now: float) -> bool:

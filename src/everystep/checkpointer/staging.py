@@ -49,7 +49,7 @@ class Staging:
     def divide(
         self, leaves: tuple[LeafSource, ...], owner_of: Callable[[LeafSource], Owner | None]
     ) -> Division:
-        """Divides the leaves, and copies those without an owner as far as the budget goes."""
+        """Divides the leaves, and copies those without an owner that fit the budget."""
         found = Division()
         loose = []
         for leaf in leaves:
