@@ -71,7 +71,11 @@ class Keep:
             raise ValueError(f"Keep(seconds=...) must be a positive number, not {self.seconds!r}")
 
     def chosen(self, history: Sequence[Kept]) -> set[int]:
-        """The steps that stay, of checkpoints given in order of step."""
+        """The steps that stay.
+
+        Args:
+            history: All checkpoints, in order of step.
+        """
         stay = {item.step for item in history[-self.last :]}
         if self.every is not None:
             stay |= {item.step for item in history if item.step % self.every == 0}

@@ -65,9 +65,10 @@ class PendingSave:
         return self.ended
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Waits until the checkpoint is durable. Raises the error if the save has failed.
+        """Wait until the checkpoint is durable. Raises the error if the save has failed.
 
-        After `timeout` seconds, raises an `EngineTimeout`, a subclass of `TimeoutError`; the save goes on.
+        Args:
+            timeout: Seconds after which an `EngineTimeout` (a `TimeoutError`) is raised. The save goes on.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -76,7 +77,11 @@ class PendingSave:
         return self._info
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits until the save has ended. Returns its error; None if the checkpoint is durable."""
+        """Wait until the save has ended. Returns its error; None if the checkpoint is durable.
+
+        Args:
+            timeout: Seconds after which an `EngineTimeout` (a `TimeoutError`) is raised. The save goes on.
+        """
         self._check_process()
         with self._stall:
             ended = self._ended.wait(timeout)

@@ -23,7 +23,13 @@ def kinds() -> list[str]:
 
 
 def recognise(path: str | os.PathLike[str]) -> str:
-    """The kind of the checkpoint at a path; `UnsupportedSource` says what was looked for and found."""
+    """The kind of a foreign checkpoint.
+
+    Raises `UnsupportedSource` if no known system wrote it; the message says what was looked for and found.
+
+    Args:
+        path: The checkpoint.
+    """
     where = local_path(path)
     found = find_reader(where)
     if found is None:

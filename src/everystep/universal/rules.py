@@ -157,7 +157,15 @@ _LAYOUTS = (Unique, Replicated, Partial, Shard, Fused, Flat)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds for the parameters whose names match. `rule` makes one out of its pieces."""
+    """What holds for the parameters whose names match. `rule` makes one.
+
+    Attributes:
+        match: The pattern of the names.
+        layout: How ranks hold them.
+        pads: Dimensions that are padded in the files.
+        rename: Their new name, if they get one.
+        tied: The parameter that they are the same as, if there is one.
+    """
 
     match: Pattern
     layout: Layout = Unique()
@@ -181,7 +189,11 @@ class Rule:
         return ", ".join(map(str, (*layout, *self.pads, *extra)))
 
     def new_name(self, name: str) -> str:
-        """The name that a parameter gets from this rule, which matches it."""
+        """The name that a parameter gets from this rule.
+
+        Args:
+            name: Its present name, which the rule matches.
+        """
         return name if self.rename is None else self.match.expand(name, self.rename.to)
 
 

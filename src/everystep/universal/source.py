@@ -20,7 +20,10 @@ from everystep.state import Node, values
 class SourceFragment:
     """Elements of a box of a leaf (in C order) that lie one after another in a file.
 
-    `file` is an absolute path, `offset` counts bytes from its start.
+    Attributes:
+        file: The absolute path of the file.
+        offset: Bytes from its start.
+        box: The box.
     """
 
     file: str
@@ -30,11 +33,12 @@ class SourceFragment:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The bytes of a leaf that lie in no file as they are, such as compressed ones.
+    """A leaf whose bytes are in no file as they are, for example because they are compressed.
 
-    `write` writes exactly all of them, in C order. It is called when the leaf is read, and the result is kept
-    in memory until another such leaf is read. `files` are those that it reads; without any, the bytes are in
-    memory already.
+    Attributes:
+        write: Writes all of its bytes, in C order. It is called when the leaf is read. The result is kept in
+            memory until another such leaf is read.
+        files: The files that it reads; none if the bytes are in memory already.
     """
 
     write: Callable[[BinaryIO], None]
@@ -43,13 +47,21 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class SourceLeaf:
-    """A named array: `fragments` are together all of it, and disjoint.
+    """A named array of a foreign checkpoint. In the state of a `Source` it stands for the array.
 
-    In the state of a `Source` it stands for an array, and its name is for messages only: the leaf is named by
-    its place there. Types have the names of safetensors. `copies` are further complete copies, which must be
-    equal: `convert` compares them. `terms` are further complete copies with other values: the leaf is the
-    mean, or the sum, of all. A leaf that is `computed` has no fragments. `is_parameter` and `requires_grad`
-    are those of a torch tensor.
+    Attributes:
+        name: Its name, for messages only: the leaf is named by its place in the state.
+        dtype: Its element type, by its safetensors name.
+        shape: Its shape.
+        fragments: Where its elements are. Together they are all of it, and disjoint. A leaf that is
+            `computed` has none.
+        copies: Further complete copies, which must be equal; `convert` compares them.
+        terms: Further complete copies with other values: the leaf is the mean, or the sum, of all.
+        reduce: Which of these; empty without `terms`.
+        framework: ``"torch"`` or ``"numpy"``: what its own library loads it as.
+        computed: How its bytes are computed, if they are.
+        is_parameter: Whether it is a parameter of torch.
+        requires_grad: Whether it is a tensor that requires gradients.
     """
 
     name: str
@@ -69,12 +81,19 @@ class SourceLeaf:
 class Source:
     """A foreign checkpoint, as `everystep.universal.state_tree.source_of` makes it.
 
-    `path` is what the user named, `step` the optimizer's steps, None if the checkpoint does not say. `state`
-    is the tree that a load gives, with a `SourceLeaf` in place of each array. `tree`, `leaves` and `aliases`
-    are the same in the form of our own manifests. `arranged`: it is a training state (``model``,
-    ``optimizer``); else it is what the system's own library loads. `facts` are shown to the user: parallel
-    degrees, versions. `carried` are small files that belong to the model, such as ``config.json``; a Hugging
-    Face target gets copies of them.
+    Attributes:
+        path: What the user named.
+        kind: The system that wrote it.
+        step: The optimizer's steps; None if the checkpoint does not state them.
+        state: The tree that a load gives, with a `SourceLeaf` in place of each array.
+        tree: The same in the form of our own manifests, with references to `leaves`.
+        leaves: The leaves, named by their places.
+        aliases: Further names of leaves.
+        facts: What is shown to the user: parallel degrees, versions.
+        carried: Small files that belong to the model, such as ``config.json``; a Hugging Face target copies
+            them.
+        arranged: Whether it is arranged as a training state (``model``, ``optimizer``). Otherwise it is what
+            the system's own library loads.
     """
 
     path: str
@@ -97,7 +116,15 @@ class Source:
 def flat_fragments(
     file: str, offset: int, start: int, stop: int, shape: tuple[int, ...], itemsize: int
 ) -> tuple[SourceFragment, ...]:
-    """Elements `start` to `stop` of a flattened leaf, which lie from `offset` on in a file.
+    """Some elements of a flattened leaf, which lie one after another in a file.
+
+    Args:
+        file: The absolute path of the file.
+        offset: Where the first of them is.
+        start: Its number in the flattened leaf.
+        stop: The number after the last.
+        shape: The shape of the leaf.
+        itemsize: Bytes of an element.
 
     >>> flat_fragments("/run/rank0.pt", 100, 1, 5, (2, 3), 4)[1]
     SourceFragment(file='/run/rank0.pt', offset=108, box=Box(start=(1, 0), shape=(1, 2)))

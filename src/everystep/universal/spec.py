@@ -80,7 +80,11 @@ class Spec:
 
     @classmethod
     def from_toml(cls, text: str) -> Spec:
-        """Reads the text of a TOML file."""
+        """Read the text of a TOML file.
+
+        Args:
+            text: The text.
+        """
         from everystep.universal.spec_file import parse_spec
 
         return cls(parse_spec(text))
@@ -120,7 +124,10 @@ class Spec:
         """The rule and the new name of every parameter, in order.
 
         Raises `SpecError` with the names that no rule matches, that get the same new name, or that are tied
-        to what is not there.
+        to a parameter that does not exist.
+
+        Args:
+            names: Names of all parameters.
         """
         explained = self.explain(names)
         unmatched = [found.name for found in explained if found.rule is None]
