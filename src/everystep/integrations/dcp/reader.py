@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
     from torch.futures import Future
 else:
-    StorageReader = object  # registered as one below: torch is imported by whoever makes a reader
+    StorageReader = object  # registered as one below: torch is imported when a reader is made
 
 _BESIDE_NBYTES = 64 << 20
 """So much is read beside at a time; more only for a single part that is larger."""

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
     from torch.futures import Future
 else:
-    StorageWriter = object  # registered as one below: torch is imported by whoever makes a writer
+    StorageWriter = object  # registered as one below: torch is imported when a writer is made
 
 _STEP = re.compile(r"step-([0-9]{12})")
 

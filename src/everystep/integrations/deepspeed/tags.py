@@ -91,7 +91,7 @@ def files_of(tag: str) -> list[str]:
 
 
 def newest_first(folder: str) -> list[str]:
-    """The paths of tags: that which ``latest`` names, then ours by their steps. None without ``latest``.
+    """The paths of tags: first the one that ``latest`` names, then ours by step. None without ``latest``.
 
     Those whose step cannot be read are left out.
     """

@@ -33,7 +33,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from everystep import engine
 from everystep.engine import Tuning, WriteJob, fs
@@ -143,7 +142,7 @@ class Commit:
             outside.find_dead(transaction)
         transaction.make()
         if outside is not None:
-            outside.mark(transaction.directory, self.id)
+            outside.mark(transaction.directory)
 
     def root(
         self,
@@ -197,7 +196,7 @@ class Commit:
         if observer is not None:
             observer.committing()
         # As long as the replaced one is there, a save that comes after a crash knows of it.
-        transaction.publish(None if outside is None else partial(outside.forget_replaced, self._target))
+        transaction.publish(None if outside is None else outside.forget_replaced)
 
     # --- the coordinator
 
@@ -260,7 +259,7 @@ class Commit:
                 self._is_open = True
                 round.open(self._opened(transaction))
             if outside is not None:
-                outside.sweep(self._target, outside.dead)
+                outside.sweep(outside.dead)
             writer.start(transaction.directory, recycle=transaction.recycle)
             if round.world == 1:
                 _require_complete(share)  # while the engine writes; ranks have done so when they planned
@@ -296,7 +295,7 @@ class Commit:
         if self._is_open and not isinstance(error, RankFailed):
             self._round.await_others()
         if self._outside is not None and undone:
-            self._outside.failed(transaction, self.id)
+            self._outside.failed(transaction)
 
     def _opened(self, transaction: Transaction) -> Opened:
         """Where the other ranks write."""
@@ -316,7 +315,7 @@ class Commit:
             with open_partial(os.fsdecode(opened.directory)) as directory, self._writer(groups) as writer:
                 self._require_same(opened, directory)
                 if outside is not None:
-                    outside.sweep(self._target, opened.dead)
+                    outside.sweep(opened.dead)
                 writer.start(directory, recycle=opened.recycle)
                 writer.wait(observer)
                 part = part_of(
@@ -337,12 +336,12 @@ class Commit:
             round.collect(share.written(part_ref(part, encoded), files, stored_nbytes))
             end = round.end(None)
         except BaseException:
-            # As long as nobody says that it has failed, it may have been committed.
+            # Unless the coordinator has said that it failed, it may have been committed.
             if round.rejected:
                 self._remove_own(last=True)
             raise
         if outside is not None:
-            outside.sweep(self._target, end.dead)
+            outside.sweep(end.dead)
         return end
 
     def _require_same(self, opened: Opened, directory: OpenDirectory) -> None:
@@ -370,12 +369,12 @@ class Commit:
     # --- both
 
     def _writer(self, groups: Sequence[Sequence[LeafSource]]) -> ShardWriter:
-        outside = () if self._outside is None else self._outside.directories(self._target, self.id)
+        outside = () if self._outside is None else self._outside.directories()
         return ShardWriter(self._round.rank, groups, self._tuning, outside)
 
     def _remove_own(self, *, last: bool) -> None:
         if self._outside is not None:
-            self._outside.remove_own(self._target, self.id, last=last)
+            self._outside.remove_own(last=last)
 
 
 def _require_complete(share: Share) -> None:

@@ -35,10 +35,10 @@ Found = Literal["nothing", "empty", "checkpoint", "others", "something else"]
 
 
 def found_at(target: str, partial: str) -> Found:
-    """What is at the path of a checkpoint. What an interrupted `link_into` has left there is nothing.
+    """What is at the path of a checkpoint. What an interrupted `link_into` has left there does not count.
 
-    "others": a directory with files or directories of others only. Runs, and checkpoints of other systems,
-    are "something else", and so is what is no directory.
+    "others": a directory with other files or directories only. Runs, checkpoints of other systems, and files
+    are "something else".
     """
     try:
         if not stat.S_ISDIR(os.lstat(target).st_mode):
@@ -111,7 +111,7 @@ def take_back(made: OpenDirectory, into: OpenDirectory) -> None:
 
 
 def carry_over(old: OpenDirectory, new: OpenDirectory, owns: Callable[[str], bool]) -> None:
-    """The files of others in `old`, all but those it `owns`, get their names in `new` as well, durably.
+    """Gives the files in `old`, all but those that the checkpoint `owns`, a name in `new`, too, durably.
 
     A file that `new` has of that name from before is replaced. `CheckpointExists` for a directory: it cannot
     have two names.

@@ -14,7 +14,7 @@ from msgspec import Struct
 from everystep.format.records import PartRef
 
 
-class Opened(Struct, frozen=True, tag="open"):
+class Opened(Struct, frozen=True):
     """Where to write. `recycle`: over files that are there. `dead`: checkpoints whose shards are to go.
 
     `identity` is the directory's, as `host` sees it: one that comes late may find another by that name.
@@ -28,7 +28,7 @@ class Opened(Struct, frozen=True, tag="open"):
     identity: tuple[int, int, int] = (0, 0, 0)
 
 
-class ShareWritten(Struct, frozen=True, tag="done"):
+class ShareWritten(Struct, frozen=True):
     """A rank's share is durable."""
 
     ref: PartRef
@@ -48,7 +48,7 @@ class ShareWritten(Struct, frozen=True, tag="done"):
     """Digests of samples of its copies of arrays (`everystep.store.ranks.checks.replicas`)."""
 
 
-class Committed(Struct, frozen=True, tag="end"):
+class Committed(Struct, frozen=True):
     """Committed. `dead`: what it has replaced, whose shards are to go."""
 
     nbytes: int

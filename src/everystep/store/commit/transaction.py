@@ -2,8 +2,8 @@
 
 For a checkpoint that is to appear at ``D`` in directory ``P`` (held open, and reached by its descriptor):
 
-1. `make`: make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody
-   reads a name that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
+1. `make`: make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Readers
+   ignore names that end in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
 2. The driver writes the shards. Their bytes come from the caller's memory; checksums are computed on the way.
 3. `seal`: write the manifest, which holds the checksums. (A small state is copied first, so that its
    checksums are known; then its manifest is in the shard's header, and this step is part of step 2.)
@@ -88,7 +88,7 @@ class Transaction:
         than ``D.partial``.
 
         `overwrite`: whether a checkpoint at ``D`` is replaced. `allow_other_files`: whether ``D`` may be a
-        directory with files of others, not only an empty one.
+        directory with other files, not only an empty one.
         """
         self.target = target
         self.path = partial or target + PARTIAL
@@ -199,20 +199,22 @@ class Transaction:
         `unneeded`: further files, which are removed when the manifest is there.
         """
         if manifest is None:
-            fs.sync(written, None if self._are_durable(names, written) else self.directory)
+            durable = self.recycle and self._are_durable(names, written)
+            fs.sync(written, None if durable else self.directory)
             return
         with fs.write_file(self.directory.at(MANIFEST), manifest, recycle=self.recycle) as file:
             for name in unneeded:
                 fs.unlink(self.directory.at(name))
             files = [*written, file]
-            fs.sync(files, None if self._are_durable(names, files) else self.directory)
+            durable = self.recycle and self._are_durable(names, files)
+            fs.sync(files, None if durable else self.directory)
 
     def _are_durable(self, names: Collection[str] | None, files: Sequence[WriteJob | PendingFile]) -> bool:
         """Whether all are names of a spare that are known to be on the disk, with no file made or removed."""
-        if not self.recycle or names is None:
-            return False
         assert self.spare is not None
-        return self.spare.synced and self._names == set(names) and not any(file.fresh() for file in files)
+        if names is None or not self.spare.synced or self._names != set(names):
+            return False
+        return not any(file.fresh() for file in files)
 
     def publish(self, replaced: Callable[[], None] | None = None) -> None:
         """Steps 5 and 6. After a failed sync it takes the name back: readers must not find a failed save.

@@ -99,7 +99,7 @@ def home(target: str) -> str:
 
 
 def _home(owner: str, known: bytes) -> str:
-    # Manifests are UTF-8; what a directory is named need not be.
+    # Manifests are UTF-8; names of directories need not be.
     return f"{sendable(os.path.basename(owner))}-{digest(known)[:8]}"
 
 
@@ -155,7 +155,7 @@ class Ledger:
         self._swept |= frozenset(ids)
 
     def sweep(self) -> None:
-        """Removes what a writer of the run has left that was killed while it replaced a file."""
+        """Removes what a writer of the run has left if it was killed while it replaced a file."""
         for name in UNFINISHED_FILES:
             with contextlib.suppress(OSError):
                 fs.unlink(self._run.at(name))
@@ -167,7 +167,7 @@ class Ledger:
             self.write(more)
 
     def add_leftovers(self, names: Iterable[str]) -> None:
-        """What a crashed writer has left, before it is removed. A run without volumes has no ledger."""
+        """Adds what a crashed writer has left, before it is removed. A run without volumes has no ledger."""
         if fs.exists(self._run.at(LEDGER)):
             self.add(id for name in names for id in left_behind(path_to_read(self._run, name)))
 
@@ -183,17 +183,21 @@ class OutsideShards:
         self,
         volumes: Sequence[str],
         rank: int,
+        target: str,
+        id: str,
         *,
         ledger: Ledger | None = None,
         live: Collection[str] | None = None,
     ) -> None:
-        """`volumes`: this rank's. `ledger`: of a run whose shards go to volumes, on the coordinator.
+        """`volumes`: this rank's. `id`: of the checkpoint that is to appear at `target`.
 
-        `live`: the ids of such a run's checkpoints, whose shards stay. None: one of them cannot be read, so
-        all shards stay.
+        `ledger`: of a run whose shards go to volumes, on the coordinator. `live`: the ids of such a run's
+        checkpoints, whose shards stay. None: one of them cannot be read, so all shards stay.
         """
         self._volumes = volumes
+        self._homes = [os.path.join(volume, home(target)) for volume in volumes]
         self._rank = rank
+        self._id = id
         self._ledger = ledger
         self._live = live
         self.dead: frozenset[str] = frozenset()
@@ -203,14 +207,11 @@ class OutsideShards:
         self.marks: list[str] = []
         """Files that are removed from ``D.partial`` before it becomes a checkpoint."""
 
-    def directories(self, target: str, id: str) -> list[str]:
-        """Where the shards of a checkpoint go. Nothing is made yet: a volume may get none."""
+    def directories(self) -> list[str]:
+        """Where the shards of the checkpoint go. Nothing is made yet: a volume may get none."""
         for volume in self._volumes:
             _require(volume)
-        return self._homes(target, id)
-
-    def _homes(self, target: str, id: str) -> list[str]:
-        return [os.path.join(volume, home(target), id) for volume in self._volumes]
+        return [os.path.join(home, self._id) for home in self._homes]
 
     def find_dead(self, transaction: Transaction) -> None:
         """Before the partial directory is made, which removes what an earlier save has left there."""
@@ -223,7 +224,7 @@ class OutsideShards:
             found = id_at(path_to_read(parent, transaction.target_entry.name))
             self.replaced = () if found is None else (found,)
 
-    def mark(self, partial: OpenDirectory, id: str) -> None:
+    def mark(self, partial: OpenDirectory) -> None:
         """Names in ``D.partial`` this save, and those whose shards are to go: for ranks on other hosts, which
         look for it, and for the next save, in case this one does not finish.
 
@@ -231,46 +232,47 @@ class OutsideShards:
         the commit would leave a checkpoint that counts as dead once it is moved out of its run. For the same
         reason live checkpoints are taken out of the ledger here. It must exist: `Ledger.add_leftovers`.
         """
-        marks = {*self.dead, id}
+        marks = {*self.dead, self._id}
         if self._ledger is not None:
-            marks = {id}
+            marks = {self._id}
             self._ledger.write(self._ledger.read() if self._live is None else self.dead)
         self.marks = [name + SAVE_MARK for name in marks]
         for name in self.marks:
             os.close(fs.open_regular(name, partial.fileno(), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
-    def sweep(self, target: str, dead: Iterable[str]) -> None:
+    def sweep(self, dead: Iterable[str]) -> None:
         """Removes this rank's shards of dead checkpoints. Files that cannot be removed stay."""
         for id in dead:
-            for directory in self._homes(target, id):
-                remove(directory)
+            for home in self._homes:
+                remove(os.path.join(home, id))
 
-    def forget_replaced(self, target: str) -> None:
+    def forget_replaced(self) -> None:
         """The old checkpoint is replaced for good: its shards are dead."""
         if self._ledger is not None:
             self._ledger.add(self.replaced)
-        self.sweep(target, self.replaced)
+        self.sweep(self.replaced)
 
     def committed(self) -> None:
         if self._ledger is not None:
             self._ledger.forget(self.dead)
 
-    def failed(self, transaction: Transaction, id: str) -> None:
+    def failed(self, transaction: Transaction) -> None:
         """On the coordinator: removes what it has written, and notes what others may still be writing."""
-        if id_at(path_to_read(transaction.parent, transaction.target_entry.name)) == id:
+        if id_at(path_to_read(transaction.parent, transaction.target_entry.name)) == self._id:
             return
         if self._ledger is not None:
-            self._ledger.add([id])
-        self.remove_own(transaction.target, id, last=True)
+            self._ledger.add([self._id])
+        self.remove_own(last=True)
 
-    def remove_own(self, target: str, id: str, *, last: bool) -> None:
-        """Removes what this rank has written, after a failure. `last`: nobody writes there any more."""
-        for directory in self._homes(target, id):
-            remove_files_of(directory, self._rank, last=last)
+    def remove_own(self, *, last: bool) -> None:
+        """Removes what this rank has written, after a failure. `last`: no other rank writes there any more;
+        otherwise the directory is left to a later save."""
+        for home in self._homes:
+            remove(os.path.join(home, self._id), self._rank, last=last)
 
 
 def id_at(path: str) -> str | None:
-    """The id of the checkpoint at a path; None when there is none, or it cannot be told."""
+    """The id of the checkpoint at a path; None if there is none, or it cannot be read."""
     try:
         with open_checkpoint(path) as checkpoint:
             return checkpoint.id if CHECKPOINT_ID.fullmatch(checkpoint.id) else None
@@ -284,7 +286,7 @@ def is_marked(partial: OpenDirectory, id: str) -> bool:
 
 
 def left_behind(partial: str) -> set[str]:
-    """The ids of what a leftover is of: saves that were not committed, or what was replaced or retired."""
+    """The ids in a leftover: of saves that were not committed, and of a checkpoint replaced or retired."""
     try:
         names = os.listdir(partial)
     except OSError:
@@ -309,32 +311,22 @@ def homes_of(path: str) -> tuple[str | None, set[str]]:
         return checkpoint.id if files else None, found
 
 
-def remove_files_of(directory: str, rank: int, *, last: bool) -> None:
-    """Removes the files of one rank after a failure. `last`: also the directory, if it is empty. While other
-    ranks may still write to it, it is left to a later save."""
-    with contextlib.suppress(OSError):
-        held = fs.open_directory(directory, False)
-        try:
-            for name in os.listdir(held.fileno()):
-                if name.startswith(f"r{rank:05d}."):
-                    fs.unlink(held.at(name))
-        finally:
-            held.release()
-        if last:
-            fs.rmdir(directory)
+def remove(directory: str, rank: int | None = None, *, last: bool = True) -> None:
+    """Removes the shards of one checkpoint, or of one rank of it, from a volume; others may do so, too.
 
-
-def remove(directory: str) -> None:
-    """Removes one checkpoint's shards from a volume, and nothing else; others may be doing so, too."""
+    `last`: and the directory, if nothing else is in it. Of a link, only the link is removed.
+    """
     with contextlib.suppress(OSError):
         if os.path.islink(directory):
-            fs.unlink(directory)  # the link only, wherever it leads
+            fs.unlink(directory)
             return
         held = fs.open_directory(directory, False)
         try:
             for name in filter(ANY_SHARD.fullmatch, os.listdir(held.fileno())):
-                with contextlib.suppress(FileNotFoundError):
-                    fs.unlink(held.at(name))
+                if rank is None or name.startswith(f"r{rank:05d}."):
+                    with contextlib.suppress(FileNotFoundError):
+                        fs.unlink(held.at(name))
         finally:
             held.release()
-        fs.rmdir(directory)
+        if last:
+            fs.rmdir(directory)

@@ -269,7 +269,8 @@ class RankGroup:
         hosts = set() if self.meeting is None else {member.host for member in self.meeting.membership.members}
         outside = None
         if len(hosts) > 1 or self.has_volumes:
-            outside = OutsideShards(self.settings.volumes, self.rank, ledger=ledger, live=live)
+            volumes, target = self.settings.volumes, transaction.target
+            outside = OutsideShards(volumes, self.rank, target, prepared.id, ledger=ledger, live=live)
         commit = Commit(
             transaction,
             step,
