@@ -63,7 +63,7 @@ def state_of(accelerator: Accelerator, *models: Any, **more: Any) -> dict[str, A
         )
     taken = {
         "models": list(models),
-        # Those inside of accelerate's wrappers: their steps are the ones that change weights.
+        # Those inside accelerate's wrappers: their steps are the ones that change weights.
         "optimizers": [getattr(wrapped, "optimizer", wrapped) for wrapped in accelerator._optimizers],
         "schedulers": list(accelerator._schedulers),
         "registered": rank_zero(list(accelerator._custom_objects)),

@@ -36,7 +36,7 @@ def snapshot(run: str | os.PathLike[str], *, autoload: bool = True, **options: A
 
 
 class Snapshot(Extension):
-    """What `snapshot` returns. Of all extensions it comes last, so that it sees what the others did."""
+    """What `snapshot` returns. It comes last of all extensions, so that it sees what the others did."""
 
     trigger = 1, "iteration"
     priority = -100

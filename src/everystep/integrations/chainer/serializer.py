@@ -40,7 +40,7 @@ class Writer(Serializer):
 
 
 class Reader(Deserializer):
-    """Gives objects back what a `Writer` has collected, of exactly the type that it had."""
+    """Restores objects from what a `Writer` has collected, with exactly the types that it had."""
 
     def __init__(self, tree: Mapping[str, Any], place: str = "", unread: set[str] | None = None) -> None:
         self._tree = tree

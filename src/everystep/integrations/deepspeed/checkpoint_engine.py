@@ -45,11 +45,13 @@ WRAPPED: Final = ("save_checkpoint", "load_checkpoint", "load_module_state_dict"
 
 
 def use(engine: DeepSpeedEngine, *, overlap: bool = False) -> DeepSpeedEngine:
-    """Lets ``engine.save_checkpoint`` and ``load_checkpoint`` go through Everystep. Returns the engine.
+    """Makes ``engine.save_checkpoint`` and ``load_checkpoint`` go through Everystep. Returns the engine.
 
-    A checkpoint is durable when ``save_checkpoint`` returns. With `overlap` it returns at once: the files are
-    written while the next forward and backward run, and the next step of the optimizer waits for the commit.
-    ``engine.destroy()`` commits the last one.
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        overlap: If false, a checkpoint is durable when ``save_checkpoint`` returns. If true, that returns at
+            once: the files are written while the next forward and backward run, the next step of the
+            optimizer waits for the commit, and ``engine.destroy()`` commits the last checkpoint.
     """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         name = type(engine.checkpoint_engine).__name__
@@ -165,7 +167,7 @@ class EverystepEngine(CheckpointEngine):
             self._read = None
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Onto the CPU, where DeepSpeed wants it. Files that DeepSpeed wrote itself are still read."""
+        """Loads to the CPU, where DeepSpeed expects it. It still reads files that DeepSpeed wrote itself."""
         local_path(path)
         if os.path.isfile(path):
             return TorchCheckpointEngine().load(path, map_location)
@@ -185,7 +187,7 @@ class EverystepEngine(CheckpointEngine):
             raise StateMismatch(f"the checkpoint is of another model: {error}") from error
 
     def _check(self, checkpoint: dict[str, Any], where: str) -> None:
-        """Of ZeRO: DeepSpeed would find out when it has loaded half of it, or not at all."""
+        """Compares states of ZeRO. DeepSpeed would notice after it has loaded half of one, or not at all."""
         engine = self._engine
         cut = engine.zero_optimization() and self._restores_optimizer
         if not (cut or engine.zero_optimization_partition_weights()):
@@ -218,7 +220,7 @@ def _gathered(said: str | None) -> list[str | None]:
 
 
 def _newest_intact(folder: str) -> str | None:
-    """The tag that ``latest`` names; if it is damaged, the newest that is not. Each rank reads a share."""
+    """The tag that ``latest`` names, or the newest intact one if that is damaged. Each rank reads a share."""
 
     def damage(tag: str) -> str | None:
         share = tags.files_of(tag)[dist.get_rank() :: dist.get_world_size()]

@@ -118,7 +118,7 @@ class _Counters(Attributes):
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """DeepSpeed's optimizer as the `Checkpointer` sees it, whose steps change all that is trained."""
+    """DeepSpeed's optimizer as the `Checkpointer` sees it: its steps change everything that is trained."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine

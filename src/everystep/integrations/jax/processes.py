@@ -18,7 +18,7 @@ from everystep.store.ranks.transport import Ranks
 
 
 def process_group() -> Ranks | str:
-    """All processes; ``"none"`` for a process by itself."""
+    """All processes of ``jax.distributed``, as a Checkpointer takes them; ``"none"`` for one alone."""
     if jax.process_count() == 1:
         return "none"
     client = distributed.global_state.client
@@ -57,7 +57,7 @@ class _Store:
         return all(self.get(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """A RuntimeError when they do not come in time."""
+        """Raises a `RuntimeError` if they do not come in time."""
         end = time.monotonic() + timeout.total_seconds()
         for key in keys:
             left = max(1, int((end - time.monotonic()) * 1000))

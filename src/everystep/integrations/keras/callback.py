@@ -126,7 +126,7 @@ class EverystepCallback(keras.callbacks.Callback):
         return named_slots(self.model.optimizer.variables, self.model.trainable_variables)
 
     def _apply(self, model: Any) -> None:
-        """Gives Keras what was restored, but for what ``fit`` still resets."""
+        """Sets what was restored in Keras, except what ``fit`` still resets."""
         for name in ("model", "optimizer"):
             if name in self._parts:
                 self._parts[name].load_state_dict(self._state[name])
@@ -160,7 +160,7 @@ class EverystepCallback(keras.callbacks.Callback):
             self._epoch_rng = self._rng.state_dict()
 
     def _skip(self) -> None:
-        """The next calls of the train function take the batches that were seen, and train none of them."""
+        """Makes the next calls of the train function take the batches that were seen, without training."""
         model, steps = self.model, self.params["steps"]
         if steps is not None and steps <= self._batch:
             raise self._other_data(steps)
@@ -228,7 +228,7 @@ class EverystepCallback(keras.callbacks.Callback):
         self._checkpointer.save(self._step)
 
     def close(self) -> None:
-        """Waits for the save under way and gives the run free. ``fit`` does it, unless it fails."""
+        """Waits for the save under way and releases the run. ``fit`` calls it, unless it fails."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()

@@ -91,7 +91,7 @@ class EverystepCallback(Callback):
             self._apply(trainer, pl_module)
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives Lightning's loops and hooks what was restored."""
+        """Passes what was restored on to Lightning's loops and hooks."""
         loops, extras = self._state["loops"].value, self._state["extras"].value
         loops["fit_loop"]["state_dict"]["combined_loader"] = self._state["data"]
         trainer.fit_loop.load_state_dict(loops["fit_loop"])
@@ -163,7 +163,7 @@ class EverystepCallback(Callback):
         self._checkpointer.save(self._saved_step)
 
     def _extras(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """What hooks add. All ranks call them, since some exchange messages; what rank 0's say is stored."""
+        """What hooks add. All ranks call them, since some exchange messages; that of rank 0 is stored."""
         hooks: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,

@@ -126,7 +126,7 @@ def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **argumen
             "state_dict": found["model"],
             **found["extras"]["module"],
         }  # a hook may have put others there
-    # The file is made here, of plain values and tensors: there is nothing in it to beware of.
+    # The file was made here from plain values and tensors, so it is safe to load.
     return cls.load_from_checkpoint(_torch_file(found), **{"weights_only": False, **arguments})
 
 

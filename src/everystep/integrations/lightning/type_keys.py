@@ -25,7 +25,7 @@ def with_names(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_types(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes `with_names` back. A class that there is not stays a name, which no callback asks for."""
+    """Reverses `with_names`. The name of an unknown class stays a name, which no callback reads."""
     named = [key for key in _keys(checkpoint) if type(key) is tuple and key[:1] == (_MARK,)]
     if not named:
         return dict(checkpoint)

@@ -35,16 +35,15 @@ def newest_intact(
 
     `foreign`: those that the framework wrote by itself. They have no checksums, and are taken as they are.
     """
-    # Others are of a save that did not finish, or of the framework's own.
+    # Other directories are from saves that did not finish, or are the framework's own.
     there = (path for _, path in sorted(checkpoints, reverse=True) if path in foreign or is_checkpoint(path))
     return first_intact(there, folder, lambda path: None if path in foreign else damage_of([path]))
 
 
 def first_intact(paths: Iterable[str], folder: str, damage: Callable[[str], str | None]) -> str | None:
-    """The first of these without damage, which `damage` describes. Each with damage is named by a warning.
+    """The first of these without damage, which `damage` describes. A warning names each damaged one.
 
-    If there is none but damaged ones, that is an error: a training must not start from the beginning because
-    of it.
+    If all are damaged, that is an error: a training must not start from the beginning because of it.
     """
     reason = None
     for path in paths:
@@ -73,7 +72,7 @@ def damage_of(checkpoints: Iterable[str]) -> str | None:
 def by_rank_zero(
     look: Callable[[], str | None], rank: int, broadcast: Callable[[list[Any]], list[Any]]
 ) -> str | None:
-    """What rank 0 finds, on all ranks. If it fails, as when it finds only damage, all ranks raise that."""
+    """What rank 0 finds, on all ranks. If it fails, as when it finds only damage, all raise its error."""
     found: list[Any] = [None]
     if rank == 0:
         try:

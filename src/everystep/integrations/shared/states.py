@@ -55,7 +55,7 @@ class ChangedAttributes:
         self._held = state
 
     def release(self) -> None:
-        """Gives the object what was restored, once."""
+        """Sets the restored attributes of the object, once."""
         held, self._held = self._held, {}
         for name, value in held.items():
             setattr(self._owner, name, value)
@@ -84,7 +84,7 @@ def _same(value: Any, before: Any) -> bool:
 
 
 def with_entries(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an integration, and entries of the user's. `ValueError` if a name is in both."""
+    """The state of an integration with the user's entries. `ValueError` if a name is in both."""
     if twice := sorted(own.keys() & more.keys()):
         raise ValueError(f"state_of has entries of these names itself: {', '.join(twice)}. Choose others")
     return {**own, **more}

@@ -122,7 +122,7 @@ class EverystepMixin(_Base):
             return super().train(folder, *args, **kwargs)
 
     def _newest(self) -> str | None:
-        """Of Trainer's checkpoints and those between them, the newest that is intact. Rank 0 looks."""
+        """The newest intact checkpoint, of Trainer's own and those between them. Rank 0 looks for it."""
         folder = self.args.output_dir
         saved = [] if _drilled() else numbered(folder, "checkpoint-")
         foreign = {path for _, path in saved if _is_trainers_own(path)}
@@ -149,7 +149,10 @@ class EverystepMixin(_Base):
         self.current_flos = self._state["flos"].value["current"]
 
     def _restore_run(self, step: int) -> bool:
-        """Lets the run go on after `step`: its next save removes what is later. Whether it has our source."""
+        """Lets the run go on after `step`, so that its next save removes later ones.
+
+        Returns whether the run has the checkpoint to resume from, and has restored it.
+        """
         if self._run is None:
             return False
         for there in reversed([there for there in self._run.steps if there <= step]):
@@ -255,7 +258,7 @@ def _complete(path: str) -> tuple[str, str] | None:
 
 
 def _is_trainers_own(path: str) -> bool:
-    """Whether Trainer wrote a checkpoint without us. Its state is the last file that it writes."""
+    """Whether Trainer wrote a checkpoint without Everystep. Its state is the last file that it writes."""
     names = os.listdir(path)
     whole = "trainer_state.json" in names and any(name.startswith("optimizer") for name in names)
     return whole and FOLDER not in names
