@@ -42,13 +42,12 @@ def union(
         shape: The true shape, which `flat` needs.
     """
     leaf = leaf or name
-    dtypes_found = {held.dtype: _file_of(held) for copies in ranks for held in copies}
-    if len(dtypes_found) > 1:
-        shown = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes_found.items())
+    found = {held.dtype: held for copies in ranks for held in copies}
+    if len(found) > 1:
+        shown = ", ".join(f"{dtype} in {_file_of(held)}" for dtype, held in found.items())
         raise CorruptCheckpoint(f"its type differs between ranks: {shown}", leaf=leaf)
-    dtype = next(iter(dtypes_found), "F32")
     try:
-        return _union(leaf, dtype, rule, ranks, shape)
+        return _union(leaf, next(iter(found), "F32"), rule, ranks, shape)
     except DoesNotFit as error:
         shown = "; ".join(
             f"rank {rank}: {', '.join(str(list(held.shape)) for held in copies) or 'nothing'}"
@@ -107,6 +106,19 @@ def _union(leaf: str, dtype: str, rule: Rule, ranks: Holders, shape: tuple[int, 
     true = strip(rule, padded)
     if shape is not None and shape != true:
         raise DoesNotFit(f"the union has shape {list(true)}, but the parameter has {list(shape)}")
+    if isinstance(rule.layout, (Unique, Replicated, Partial)) and true == padded:
+        first, *others = (held.fragments for copies in ranks for held in copies)
+    else:
+        first, *others = _join_boxes(ranks, placed, true, itemsize)
+    if isinstance(rule.layout, Partial) and others:
+        return SourceLeaf(leaf, dtype, true, first, terms=tuple(others), reduce=rule.layout.reduce)
+    return SourceLeaf(leaf, dtype, true, first, copies=tuple(others))
+
+
+def _join_boxes(
+    ranks: Holders, placed: list[list[Move]], true: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[SourceFragment, ...]]:
+    """The fragments of the whole, once for each copy that there is of some of its boxes."""
     alternatives: dict[Box, list[tuple[SourceFragment, ...]]] = {}
     for copies, moves in zip(ranks, placed, strict=True):
         for held in copies:
@@ -116,17 +128,12 @@ def _union(leaf: str, dtype: str, rule: Rule, ranks: Holders, shape: tuple[int, 
                     found = tuple(moved(held.fragments, Move(inside, _local_of(inside, move)), itemsize))
                     alternatives.setdefault(inside, []).append(found)
     number = max(map(len, alternatives.values()), default=1)
-    first, *others = (
-        tuple(
+    for index in range(number):
+        yield tuple(
             fragment
             for found in alternatives.values()
             for fragment in found[index if index < len(found) else 0]
         )
-        for index in range(number)
-    )
-    if isinstance(rule.layout, Partial) and others:
-        return SourceLeaf(leaf, dtype, true, first, terms=tuple(others), reduce=rule.layout.reduce)
-    return SourceLeaf(leaf, dtype, true, first, copies=tuple(others))
 
 
 def place(

@@ -38,6 +38,7 @@ from everystep.integrations.shared.folders import damage_of, first_intact
 from everystep.integrations.shared.states import merged, require_fit
 from everystep.paths import local_path
 from everystep.store import load
+from everystep.universal.deepspeed.names import DATA_RANKS, PARAM_SHAPES
 from everystep.universal.deepspeed.plain_objects import from_plain, to_plain
 
 WRAPPED: Final = ("save_checkpoint", "load_checkpoint", "load_module_state_dict", "_take_model_step")
@@ -192,17 +193,17 @@ class EverystepEngine(CheckpointEngine):
         cut = engine.zero_optimization() and self._restores_optimizer
         if not (cut or engine.zero_optimization_partition_weights()):
             return
-        saved, here = checkpoint.get("dp_world_size"), engine.seq_dp_world_size
+        saved, here = checkpoint.get(DATA_RANKS), engine.seq_dp_world_size
         if saved not in (None, here):
             raise StateMismatch(
                 f"{where} was saved on {saved} data-parallel ranks, and there are {here} now. Start as many, "
                 "or convert the tag: everystep convert --kind deepspeed --to ds-universal",
-                wrong=["dp_world_size"],
+                wrong=[DATA_RANKS],
             )
         if (
-            checkpoint.get("param_shapes") is not None
+            checkpoint.get(PARAM_SHAPES) is not None
         ):  # a tag without ZeRO has none; torch compares its weights
-            require_fit(merged(checkpoint["param_shapes"]), merged(engine._get_zero_param_shapes()), where)
+            require_fit(merged(checkpoint[PARAM_SHAPES]), merged(engine._get_zero_param_shapes()), where)
 
 
 def _save_as_deepspeed(state: Any, path: str) -> None:

@@ -8,7 +8,7 @@ a box's elements lie in one piece inside of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
@@ -207,9 +207,16 @@ class DcpDirectory:
             for box in boxes
         ):
             raise self._corrupt("a piece reaches past the tensor", name)
-        try:
-            apart = disjoint(boxes)
-        except TooTangled as error:
-            raise self._corrupt(str(error), name) from error
-        if not apart or sum(box.volume for box in boxes) != whole(shape).volume:
-            raise self._corrupt("the pieces do not make up the tensor", name)
+        problem = not_all_of(shape, boxes)
+        if problem is not None:
+            raise self._corrupt(problem, name)
+
+
+def not_all_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with boxes that should be disjoint and together all of a tensor; None if nothing is."""
+    try:
+        apart = disjoint(boxes)
+    except TooTangled as error:
+        return str(error)
+    whole_tensor = apart and sum(box.volume for box in boxes) == whole(shape).volume
+    return None if whole_tensor else "the pieces do not make up the tensor"

@@ -14,8 +14,9 @@ import re
 from collections.abc import Mapping
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
-from everystep.format.geometry import Box, TooTangled, disjoint, whole
+from everystep.format.geometry import Box
 from everystep.format.shard import HeaderEntry, is_pad
+from everystep.universal.dcp.directory import not_all_of
 from everystep.universal.safetensors.source import read_header
 from everystep.universal.source import Source, SourceFragment, SourceLeaf
 from everystep.universal.state_tree import source_of
@@ -97,10 +98,7 @@ def _leaf(where: str, name: str, dtype: str, held: list[SourceFragment]) -> Sour
     if len({len(box.shape) for box in boxes}) != 1:
         raise CorruptCheckpoint("its pieces have different numbers of dimensions", path=where, leaf=name)
     shape = tuple(max(ends) for ends in zip(*(box.stop for box in boxes), strict=True))
-    try:
-        apart = disjoint(boxes)
-    except TooTangled as error:
-        raise CorruptCheckpoint(str(error), path=where, leaf=name) from error
-    if not apart or sum(box.volume for box in boxes) != whole(shape).volume:
-        raise CorruptCheckpoint("the pieces do not make up the tensor", path=where, leaf=name)
+    problem = not_all_of(shape, boxes)
+    if problem is not None:
+        raise CorruptCheckpoint(problem, path=where, leaf=name)
     return SourceLeaf(name, dtype, shape, tuple(held))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everystep.universal.deepspeed.files import Folder
+from everystep.universal.deepspeed.names import CONFIG
 
 _NAME = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)", re.ASCII | re.DOTALL)
 
@@ -29,7 +30,7 @@ class Experts:
             for name in group:
                 if match := _NAME.fullmatch(name):
                     numbers.setdefault(match[1], set()).add(int(match[2]))
-        config = folder.model(0).get("ds_config")
+        config = folder.model(0).get(CONFIG)
         first = isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism") is True
         return cls({prefix: len(found) for prefix, found in numbers.items()}, first)
 

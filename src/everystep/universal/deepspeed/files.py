@@ -18,6 +18,7 @@ from everystep.universal.deepspeed.names import (
     BUFFERS,
     CLASSES,
     COUNTERS,
+    DATA_RANKS,
     DEGREES,
     EXPERT_FILE,
     EXPERT_OPTIMIZER_FILE,
@@ -32,6 +33,7 @@ from everystep.universal.deepspeed.names import (
     OWN_KEYS,
     PARAM_SHAPES,
     SCHEDULER,
+    STEPS,
 )
 from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
@@ -152,7 +154,7 @@ class Folder:
     def _find_degrees(self) -> Degrees:
         first = self.files.models[min(self.files.models)]
         content = self.read(first)
-        data = content.get("dp_world_size")
+        data = content.get(DATA_RANKS)
         if type(data) is not int:
             raise UnsupportedSource(f"{first}: 'dp_world_size' is not a number")
         if not 0 < data <= _MOST_RANKS:
@@ -221,7 +223,7 @@ class Folder:
 
     def _require_one_step(self) -> None:
         require_one_step(self.path, map(self.read, self.files.models.values()))
-        worlds = {self.read(path).get("dp_world_size") for path in self.files.models.values()}
+        worlds = {self.read(path).get(DATA_RANKS) for path in self.files.models.values()}
         if len(worlds) > 1:
             raise CorruptCheckpoint(
                 f"the model files are of {', '.join(map(str, worlds))} data-parallel ranks: several "
@@ -234,7 +236,7 @@ class Folder:
 
 
 def require_one_step(folder: str, models: Iterable[Mapping[Any, Any]]) -> None:
-    steps = {content.get("global_steps", 0): None for content in models}
+    steps = {content.get(STEPS, 0): None for content in models}
     if len(steps) > 1:
         raise CorruptCheckpoint(
             f"the model files are of steps {', '.join(map(str, steps))}: several steps are mixed", path=folder

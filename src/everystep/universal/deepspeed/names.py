@@ -42,22 +42,22 @@ PARAM_SHAPES, SHARED = "param_shapes", "shared_params"
 FROZEN_SHAPES, FROZEN_PIECES = "frozen_param_shapes", "frozen_param_fragments"
 DEGREES = "checkpoint_parallel_dimensions"
 SCHEDULER = "lr_scheduler"
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+STEPS, DATA_RANKS, VERSION, CONFIG = "global_steps", "dp_world_size", "ds_version", "ds_config"
+COUNTERS = (STEPS, "global_samples", "skipped_steps")
+OPTIMIZER_DICT, FLAT_MASTERS = "optimizer_state_dict", "fp32_flat_groups"
+"""Of optimizer files: torch's own state in them, and the FP32 weights of ZeRO-3."""
 GLOBAL_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Of an optimizer, beside its param_groups; values ``deepspeed.<name>`` in our states."""
 FP32, STEP = "fp32", "step"
 OWN_KEYS = frozenset(
     [
         *(MODULE, BUFFERS, INFO, PARAM_SHAPES, SHARED, FROZEN_SHAPES, FROZEN_PIECES, DEGREES, SCHEDULER),
-        *COUNTERS,
+        *(*COUNTERS, DATA_RANKS, VERSION, CONFIG),
         "optimizer",
         "data_sampler",
         "random_ltd",
         "sparse_tensor_module_names",
-        "dp_world_size",
         "mp_world_size",
-        "ds_config",
-        "ds_version",
         "num_experts",
         "ds_autoep_layers",
         "autoep_layers",

@@ -16,7 +16,7 @@ from typing import Any
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.universal.deepspeed.experts import Experts
 from everystep.universal.deepspeed.files import Folder, Shape, content_of, param_shapes, partition
-from everystep.universal.deepspeed.names import FP32, STAGE
+from everystep.universal.deepspeed.names import FLAT_MASTERS, FP32, OPTIMIZER_DICT, STAGE
 from everystep.universal.source import SourceFragment, SourceLeaf, flat_fragments
 from everystep.universal.torch_file.pickle_machine import InertObject
 from everystep.universal.torch_file.reading import StoredTensor
@@ -113,11 +113,11 @@ def read_zero(folder: Folder, mp: int) -> RankOptimizer:
 
 
 def _read_flat(folder: Folder, path: str) -> _RankFile:
-    inner = folder.read(path).get("optimizer_state_dict")
+    inner = folder.read(path).get(OPTIMIZER_DICT)
     if not isinstance(inner, dict):
         raise UnsupportedSource(f"{path}: there is no 'optimizer_state_dict'")
-    if "fp32_flat_groups" in inner:
-        masters, base = inner["fp32_flat_groups"], inner.get("optimizer_state_dict")
+    if FLAT_MASTERS in inner:
+        masters, base = inner[FLAT_MASTERS], inner.get(OPTIMIZER_DICT)
     else:
         masters, base = inner.get("single_partition_of_fp32_groups"), inner.get("base_optimizer_state")
     if not isinstance(masters, list) or not all(isinstance(one, StoredTensor) for one in masters):
@@ -156,7 +156,7 @@ def _stage(folder: Folder, flats: Sequence[_RankFile]) -> int:
             stage = stage.args[0]
         if type(stage) is not int or not 1 <= stage <= 3:
             raise UnsupportedSource(f"{flat.path}: ZeRO stage {stage!r} is not known")
-        if (stage == 3) != ("fp32_flat_groups" in flat.content):
+        if (stage == 3) != (FLAT_MASTERS in flat.content):
             raise UnsupportedSource(f"{flat.path}: the weights are not laid out as ZeRO stage {stage} does")
         stages.add(stage)
     if len(stages) != 1:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from everystep.errors import CorruptCheckpoint, SpecError, UnsupportedSource
 from everystep.universal.deepspeed.files import Folder, add_values, content_of, list_files, tag_folder
-from everystep.universal.deepspeed.names import FP32, INFO, WANTED, ZERO
+from everystep.universal.deepspeed.names import FP32, INFO, STEPS, VERSION, WANTED, ZERO
 from everystep.universal.deepspeed.optimizer_files import ParameterState, read_zero
 from everystep.universal.deepspeed.unsharded import read_unsharded
 from everystep.universal.deepspeed.weights import read_weights
@@ -137,7 +137,7 @@ class _Checkpoint:
                 )
             made.model[name] = made.model[names.get(other, other)]
         self._add_values(made, names)
-        step = self._folder.model(0).get("global_steps")
+        step = self._folder.model(0).get(STEPS)
         if type(step) is not int:
             raise UnsupportedSource(f"{self._folder.model_file(0)}: 'global_steps' is not a number")
         return source_of(self._path, KIND, made.tree(), step=step, facts=self._facts())
@@ -272,7 +272,7 @@ class _Checkpoint:
             facts["pipeline parallel"] = str(degrees.pipeline)
         if first.expert_degree > 1 or self._folder.files.experts:
             facts["expert parallel"] = str(first.expert_degree)
-        version = self._folder.model(0).get("ds_version")
+        version = self._folder.model(0).get(VERSION)
         if isinstance(version, str):
             facts["deepspeed"] = version
         return facts

@@ -30,7 +30,9 @@ from everystep.universal.deepspeed.files import (
 from everystep.universal.deepspeed.names import (
     BUFFERS,
     CLASSES,
+    DATA_RANKS,
     DEGREES,
+    FLAT_MASTERS,
     FP32,
     FROZEN_SHAPES,
     INFO,
@@ -38,11 +40,14 @@ from everystep.universal.deepspeed.names import (
     LATEST_UNIVERSAL,
     MODEL_FILE,
     MODULE,
+    OPTIMIZER_DICT,
     OPTIMIZER_STATE,
     PARAM_SHAPES,
     SHARED,
     STEP,
+    STEPS,
     SUBPARAM_SHAPE,
+    VERSION,
     WANTED_UNIVERSAL,
     ZERO,
 )
@@ -167,7 +172,7 @@ class _Checkpoint:
             made.states[name] = {FP32: master, **made.states[name]}
         self._add_tied(made)
         self._add_values(made)
-        step = self._model.get("global_steps", 0)
+        step = self._model.get(STEPS, 0)
         return source_of(self._path, KIND, made.tree(), step=step, facts=self._facts())
 
     def _add_states(
@@ -242,7 +247,7 @@ class _Checkpoint:
 
     def _common_step(self, group: int) -> object:
         """ZeRO-3 keeps the step with the state of its sub-groups."""
-        inner = self._common.get("optimizer_state_dict")
+        inner = self._common.get(OPTIMIZER_DICT)
         states = inner.get("state") if isinstance(inner, dict) else None
         if not isinstance(states, dict):
             return None
@@ -299,7 +304,7 @@ class _Checkpoint:
 
     def _models_with_pieces(self, name: str) -> list[tuple[str, Mapping[Any, Any]]]:
         world = len(self._pieces)
-        if set(self._pieces) != set(range(world)) or world != self._model.get("dp_world_size"):
+        if set(self._pieces) != set(range(world)) or world != self._model.get(DATA_RANKS):
             raise IncompleteCheckpoint(
                 "model files are missing that have pieces of frozen parameters", path=self._folder, leaf=name
             )
@@ -319,7 +324,7 @@ class _Checkpoint:
     def _add_values(self, made: TrainingState) -> None:
         groups = self._common.get("param_groups")
         if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
-            cut = "fp32_flat_groups" in self._common  # of ZeRO-3 itself, which counts sub-groups
+            cut = FLAT_MASTERS in self._common  # of ZeRO-3 itself, which counts sub-groups
             if not cut and len(groups) == len(self._shapes) and not _named(groups):
                 groups = [{**group, "params": list(self._shapes[i])} for i, group in enumerate(groups)]
             made.groups = plain(groups, self._path)
@@ -329,7 +334,7 @@ class _Checkpoint:
         facts = {}
         if self._tp * self._pp > 1:
             facts = {"tensor parallel": str(self._tp), "pipeline stages": str(self._pp)}
-        version = self._model.get("ds_version")
+        version = self._model.get(VERSION)
         if isinstance(version, str):
             facts["deepspeed"] = version
         return facts

@@ -31,6 +31,8 @@ from everystep.errors import SpecError
 from everystep.universal.atomic_output import output_directory, refuse_directory
 from everystep.universal.deepspeed.names import (
     BUFFERS,
+    CONFIG,
+    DATA_RANKS,
     DEGREES,
     DYNAMIC_LOSS_SCALER,
     FP32,
@@ -41,11 +43,13 @@ from everystep.universal.deepspeed.names import (
     LATEST_UNIVERSAL,
     LOSS_SCALER,
     MODULE,
+    OPTIMIZER_DICT,
     OPTIMIZER_STATE,
     PARAM_SHAPES,
     SCHEDULER,
     SHARED,
     STEP,
+    VERSION,
     ZERO,
     model_file,
 )
@@ -213,9 +217,9 @@ class _Layout:
         of_stage3 = {"state": {0: {STEP: training.step}}, "param_groups": training.groups}
         return {
             **known,
-            "ds_version": _VERSION,
+            VERSION: _VERSION,
             "param_groups": training.groups,
-            "optimizer_state_dict": of_stage3,
+            OPTIMIZER_DICT: of_stage3,
         }
 
     # --- the model's files
@@ -253,11 +257,11 @@ class _Layout:
             "data_sampler": None,
             "random_ltd": None,
             **training.counters,
-            "dp_world_size": 1,
+            DATA_RANKS: 1,
             "mp_world_size": self._tp * self._pp,
             DEGREES: {"pp_degree": self._pp, "tp_degree": self._tp},
-            "ds_config": {},
-            "ds_version": _VERSION,
+            CONFIG: {},
+            VERSION: _VERSION,
         }
         if isinstance(self._info, dict):
             state[INFO] = self._info

@@ -12,7 +12,7 @@ from typing import Any
 
 from everystep.errors import UnsupportedState
 from everystep.store.stream.element_casts import FLOATS
-from everystep.universal.deepspeed.names import COUNTERS, FP32, OWN_KEYS, SCHEDULER, STEP
+from everystep.universal.deepspeed.names import COUNTERS, FP32, OWN_KEYS, SCHEDULER, STEP, STEPS
 from everystep.universal.items import Job
 from everystep.universal.torch_file.pickle_writer import PendingTensor
 from everystep.universal.torch_file.writing import pending_state
@@ -65,7 +65,7 @@ def training_of(job: Job) -> UniversalTraining:
     training.lr_scheduler = rest.pop(SCHEDULER, None)
     counted = {key: rest.pop(key, None) for key in COUNTERS}
     training.counters = {key: value if type(value) is int else 0 for key, value in counted.items()}
-    training.counters["global_steps"] = training.counters["global_steps"] or job.checkpoint.step
+    training.counters[STEPS] = training.counters[STEPS] or job.checkpoint.step
     for key in rest:
         if key in OWN_KEYS:
             raise UnsupportedState(f"{key!r} is a name of DeepSpeed's own in such files: rename it")

@@ -13,7 +13,7 @@ from typing import Any
 from everystep.errors import IncompleteCheckpoint, UnsupportedSource
 from everystep.universal.deepspeed.experts import Experts
 from everystep.universal.deepspeed.files import Folder
-from everystep.universal.deepspeed.names import BUFFERS, FP32, MODULE
+from everystep.universal.deepspeed.names import BUFFERS, FP32, MODULE, OPTIMIZER_DICT
 from everystep.universal.deepspeed.optimizer_files import OptimizerGroup, ParameterState, RankOptimizer
 from everystep.universal.optimizer_names import is_optimizer_state, parameter_names
 from everystep.universal.torch_file.leaves import lying_leaf
@@ -91,8 +91,8 @@ def _add(
     if tree is None:
         return
     masters: Any = None
-    if isinstance(tree, dict) and "optimizer_state_dict" in tree:  # weights in half precision
-        masters, tree = tree.get("fp32_groups"), tree["optimizer_state_dict"]
+    if isinstance(tree, dict) and OPTIMIZER_DICT in tree:  # weights in half precision
+        masters, tree = tree.get("fp32_groups"), tree[OPTIMIZER_DICT]
     if not is_optimizer_state(tree):
         raise UnsupportedSource(f"{path}: the optimizer's state is in a form that is not known")
     groups: Sequence[Mapping[str, Any]] = tree["param_groups"]

@@ -324,7 +324,7 @@ class PickleMachine(_PurePython):  # type: ignore[misc]
         if not isinstance(target, dict) or len(values) % 2:
             raise self._corrupt(f"the pickle sets items of {_kind(target)}")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            target[self._key(key)] = value
+            target[key if type(key) is str else self._key(key)] = value
 
     def _set_one(self) -> None:
         value = self.stack.pop()

@@ -283,16 +283,27 @@ class _TorchArchive:
         self._unused.append(kind.text)
         return _Storage(known.offset, known.nbytes, dtype)
 
-    def _tensor(
+    # These take exactly the arguments that torch writes: what an unknown one means is not known either.
+
+    def _tensor_v1(self, storage: object, first: object, shape: object, strides: object) -> StoredTensor:
+        return self._tensor_v2(storage, first, shape, strides, False, None)
+
+    def _tensor_v3(self, *args: object) -> StoredTensor:
+        if len(args) not in (7, 8):
+            raise TypeError(f"{len(args)} arguments")
+        return self._tensor_v2(*args[:6], *args[7:], dtype=torch_dtype(args[6]))
+
+    def _tensor_v2(
         self,
         storage: object,
         first: object,
         shape: object,
         strides: object,
-        dtype: str | None,
-        requires_grad: object = False,
-        hooks: object = None,
+        requires_grad: object,
+        hooks: object,
         bits: object = None,
+        *,
+        dtype: str | None = None,
     ) -> StoredTensor:
         if not isinstance(storage, _Storage):
             raise self._corrupt("a tensor without a storage")
@@ -339,37 +350,6 @@ class _TorchArchive:
             neg=neg,
             requires_grad=requires_grad,
         )
-
-    # These take exactly the arguments that torch writes: what an unknown one means is not known either.
-
-    def _tensor_v1(self, storage: object, first: object, shape: object, strides: object) -> StoredTensor:
-        return self._tensor(storage, first, shape, strides, None)
-
-    def _tensor_v2(
-        self,
-        storage: object,
-        first: object,
-        shape: object,
-        strides: object,
-        requires_grad: object,
-        hooks: object,
-        bits: object = None,
-    ) -> StoredTensor:
-        return self._tensor(storage, first, shape, strides, None, requires_grad, hooks, bits)
-
-    def _tensor_v3(
-        self,
-        storage: object,
-        first: object,
-        shape: object,
-        strides: object,
-        requires_grad: object,
-        hooks: object,
-        dtype: object,
-        bits: object = None,
-    ) -> StoredTensor:
-        kind = torch_dtype(dtype)
-        return self._tensor(storage, first, shape, strides, kind, requires_grad, hooks, bits)
 
     def _parameter(self, data: object, requires_grad: object, hooks: object) -> StoredTensor:
         if not isinstance(data, StoredTensor) or type(requires_grad) is not bool:
