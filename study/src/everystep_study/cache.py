@@ -71,24 +71,13 @@ def _resident_pages(file: Path) -> tuple[int, int] | None:
     nbytes = file.stat().st_size
     if nbytes == 0:
         return 0, 0
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    pages = -(-nbytes // mmap.PAGESIZE)
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        address = libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    finally:
-        os.close(fd)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        return None
-    try:
-        vector = ctypes.create_string_buffer(pages)
-        if libc.mincore(address, nbytes, vector) != 0:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), nbytes, prot=mmap.PROT_READ) as mapped:
+        seen = np.empty(-(-nbytes // mmap.PAGESIZE), np.uint8)
+        view = np.frombuffer(mapped, np.uint8)
+        address = ctypes.c_void_p(view.ctypes.data)
+        del view  # a mapping with a view of it cannot be closed
+        answer = ctypes.c_void_p(seen.ctypes.data)
+        if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(nbytes), answer) != 0:
             return None
-    finally:
-        libc.munmap(address, nbytes)
     # The lowest bit of each byte is the answer; the others are reserved.
-    return int(np.count_nonzero(np.frombuffer(vector.raw, np.uint8) & 1)), pages
+    return int(np.count_nonzero(seen & 1)), len(seen)

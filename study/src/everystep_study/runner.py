@@ -30,6 +30,8 @@ from everystep_study.suite import Case, Group, Suite, Turn
 
 FOLDER_PREFIX = ".everystep-bench-"
 """Of the folder in which everything is measured; only a kill leaves one behind."""
+LINE_SECONDS = 1.0
+"""Between two lines of progress where there is no terminal."""
 
 
 @dataclass(slots=True)
@@ -233,34 +235,23 @@ def roughly(seconds: float) -> str:
 @contextmanager
 def _saying(console: Console, suite: Suite) -> Iterator[Callable[[str], None]]:
     """Says what is measured: on a terminal in one line that changes, to a file or pipe in a line each."""
-    name, expected = suite.name, suite.expected_seconds()
-    if expected is not None:
-        console.print(f"{name}: takes about {roughly(expected)} on a usual machine", soft_wrap=True)
+    name, last = suite.name, -math.inf
+
+    def line(said: str) -> None:
+        """At most one in so many seconds, as some groups have hundreds of short turns."""
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            console.print(f"{name}: {said}", soft_wrap=True)
+
     if not console.is_terminal:
-        yield _Lines(console, name).say
+        yield line
         return
     spinner = SpinnerColumn("line" if console.options.ascii_only else "dots")
     columns = (spinner, TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("getting ready", total=None)
         yield lambda said: progress.update(task, description=f"{name}: {said}")
-
-
-class _Lines:
-    """Progress as lines: at most one in so many seconds, as some groups have hundreds of short turns."""
-
-    INTERVAL_SECONDS = 1.0
-
-    def __init__(self, console: Console, name: str) -> None:
-        self._console, self._name = console, name
-        self._began, self._last = time.monotonic(), -math.inf
-
-    def say(self, said: str) -> None:
-        now = time.monotonic()
-        if now - self._last >= self.INTERVAL_SECONDS:
-            self._last = now
-            passed = roughly(now - self._began)
-            self._console.print(f"{self._name}, after {passed}: {said}", soft_wrap=True)
 
 
 @contextmanager

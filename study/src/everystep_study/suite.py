@@ -142,10 +142,6 @@ class Suite(ABC):
     def needs(self) -> Needs:
         """Raises ValueError for options that make no sense; nothing has been built yet."""
 
-    def expected_seconds(self) -> float | None:
-        """About how long all of it takes on a usual machine; None where that is not known."""
-        return None
-
     @abstractmethod
     def groups(self, folder: Path) -> Iterator[Group]:
         """The groups in their order; code between two yields runs between them, unmeasured."""

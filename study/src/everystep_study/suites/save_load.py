@@ -174,10 +174,6 @@ class SaveLoadSuite(Suite):
         self._total = sum(4 * math.prod(dims) for dims in self._shapes.values())
         return Needs(_DISK_COPIES * self._total, _MEMORY_COPIES * self._total, _RESERVED_COPIES * self._total)
 
-    def expected_seconds(self) -> float:
-        turns = len(choose(self.systems, STORING)) * (self.rounds + 1)
-        return 15 + turns * (1 + 4 * self._total / GB)
-
     def groups(self, folder: Path) -> Iterator[Group]:
         # Small files first: file systems are slower to make files while many have just been deleted.
         small = [SmallSave(key) for key in SmallSave.titles]

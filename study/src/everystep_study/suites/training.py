@@ -326,9 +326,6 @@ class TrainingSuite(Suite):
             raise RuntimeError(f"a training needs torch: {absent}")
         return Needs(_DISK_COPIES * self.nbytes, _MEMORY_COPIES * self.nbytes, 2 * self.nbytes)
 
-    def expected_seconds(self) -> float:
-        return 60 * self.step_seconds * self.rounds
-
     def groups(self, folder: Path) -> Iterator[Group]:
         from everystep_study.frameworks import torch_training as model
 
