@@ -10,7 +10,7 @@ import pytest
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 INTEGRATIONS = [f"everystep.integrations.{name}" for name in FRAMEWORKS]
-SCRIPTS = ["everystep_study.zero_writer"]
+SCRIPTS = ["everystep_study.programs.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
 HEAVY = [
     *FRAMEWORKS,

@@ -50,7 +50,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     ("source", "module", "uses"),
     [
         ("src", "everystep.engine", "everystep.engine.transfer"),
-        ("study/src", "everystep_study.runner", "everystep_study.suite"),
+        ("study/src", "everystep_study.harness.runner", "everystep_study.harness.suite"),
     ],
 )
 def test_no_module_imports_itself_by_way_of_others(source: str, module: str, uses: str) -> None:

@@ -62,10 +62,12 @@ from everystep.store.ranks.checks.values import check_values, values_digest
 from everystep.store.ranks.checks.views import decode_view, encode_view
 from everystep.store.ranks.meeting import Meeting
 from everystep.store.ranks.save_round import SaveRound
-from everystep_study import pages, report, results, runner, writers
-from everystep_study.report import Columns, Shown, milliseconds
-from everystep_study.results import SECONDS, Bar, Result, Row
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.harness import results, runner
+from everystep_study.harness.results import SECONDS, Bar, Result, Row
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.report import elements as report
+from everystep_study.report import pages, writers
+from everystep_study.report.elements import Columns, Shown, milliseconds
 
 Layout = Literal["ddp", "fsdp", "hsdp x tp"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

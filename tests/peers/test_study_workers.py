@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from everystep_study import frameworks
-from everystep_study.frameworks import orders
 from everystep_study.suites import cost, determinism
-from everystep_study.workers import FrameworkProcess
+from everystep_study.workers import orders
+from everystep_study.workers.processes import FrameworkProcess
 from support.processes import peers
 
 pytestmark = pytest.mark.peers

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from everystep_study import cache, states
+from everystep_study.harness import cache
+from everystep_study.mechanisms import states
 
 
 @pytest.fixture(autouse=True)

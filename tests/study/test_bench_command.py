@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from everystep_study import cache, results, runner
 from everystep_study.commands.bench import parse_size
-from everystep_study.results import from_json
-from everystep_study.suite import Group, Suite
+from everystep_study.harness import cache, results, runner
+from everystep_study.harness.results import from_json
+from everystep_study.harness.suite import Group, Suite
 from everystep_study.suites.ranks import RanksSuite
 from everystep_study.suites.save_load import SaveLoadSuite
 from everystep_study.suites.training import TrainingSuite

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everystep_study import cache
+from everystep_study.harness import cache
 
 PAGES = 64
 

@@ -11,7 +11,8 @@ pytest.importorskip("sklearn")
 
 from rich.console import Console
 
-from everystep_study import pages, runner, writers
+from everystep_study.harness import runner
+from everystep_study.report import pages, writers
 from everystep_study.suites import clusters
 from everystep_study.suites.clusters import ClustersSuite
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep_study.results import Result, Row, from_json
+from everystep_study.harness.results import Result, Row, from_json
 from everystep_study.suites.convert import DEEPSPEED, ConvertSuite
 from support.processes.command import command
 from support.study.bench_results import result, row, text_of

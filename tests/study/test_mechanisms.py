@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from everystep_study import files, states
-from everystep_study.competitors import STORING
-from everystep_study.frameworks.plain import Pickle, RawDevice
-from everystep_study.frameworks.torch_mechanisms import TorchSaveWithoutCrc
-from everystep_study.mechanism import Mechanism
-from everystep_study.states import difference
+from everystep_study.harness import files
+from everystep_study.mechanisms import states
+from everystep_study.mechanisms.competitors import STORING
+from everystep_study.mechanisms.mechanism import Mechanism
+from everystep_study.mechanisms.plain import Pickle, RawDevice
+from everystep_study.mechanisms.states import difference
+from everystep_study.mechanisms.torch_mechanisms import TorchSaveWithoutCrc
 
 SAVING = [key for key in STORING if not key.startswith("raw")]
 IN_PYTHON = [key for key in SAVING if not STORING[key].ours]

@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from everystep_study import rank_orders, runner, workers
-from everystep_study.rank_orders import seconds_of
-from everystep_study.results import Result, Row, from_json
+from everystep_study.harness import runner
+from everystep_study.harness.results import Result, Row, from_json
 from everystep_study.suites.ranks import RanksSuite, best_writers, visits, written_at
-from everystep_study.workers import Ranks, TimeUp, WorkerEnded
+from everystep_study.workers import processes as workers
+from everystep_study.workers import rank_orders
+from everystep_study.workers.processes import Ranks, TimeUp, WorkerEnded
+from everystep_study.workers.rank_orders import seconds_of
 from support.processes.command import command
 from support.study.bench_results import answer, quiet, result, row, text_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everystep_study import raw_device
-from everystep_study.raw_device import raw_read, raw_write
+from everystep_study.mechanisms import raw_device
+from everystep_study.mechanisms.raw_device import raw_read, raw_write
 
 
 @pytest.mark.parametrize("huge_pages", [False, True])

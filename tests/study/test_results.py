@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep_study import pages, plot, results, writers
-from everystep_study.report import NOTHING, TIMES
-from everystep_study.results import Row, ratio_interval
+from everystep_study.harness import results
+from everystep_study.harness.results import Row, ratio_interval
+from everystep_study.report import pages, plot, writers
+from everystep_study.report.elements import NOTHING, TIMES
 from support.study.bench_results import ScriptedSuite, result, row, text_of
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everystep_study import cache, machine, runner
-from everystep_study.costs import cost_of
-from everystep_study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
-from everystep_study.runner import turns
-from everystep_study.suite import Group, Needs, Turn
+from everystep_study.harness import cache, machine, runner
+from everystep_study.harness.costs import cost_of
+from everystep_study.harness.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
+from everystep_study.harness.runner import turns
+from everystep_study.harness.suite import Group, Needs, Turn
 from support.study.bench_results import Scripted, ScriptedSuite, quiet
 
 MIB = 1 << 20

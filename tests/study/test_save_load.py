@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep_study import runner
-from everystep_study.competitors import STORING
-from everystep_study.frameworks.plain import Pickle
-from everystep_study.results import Bar, Result, Row
+from everystep_study.harness import runner
+from everystep_study.harness.results import Bar, Result, Row
+from everystep_study.mechanisms.competitors import STORING
+from everystep_study.mechanisms.plain import Pickle
 from everystep_study.suites import save_load
 from everystep_study.suites.save_load import Import, SaveLoadSuite
 from support.study.bench_results import quiet, result, row, text_of

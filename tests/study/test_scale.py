@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from everystep_study.rank_orders import WaitingClock
 from everystep_study.suites.scale import project, split
+from everystep_study.workers.rank_orders import WaitingClock
 from support.study.bench_results import answer
 
 
@@ -25,7 +25,7 @@ def test_a_projection_is_a_line_and_never_falls_below_what_was_measured() -> Non
 
 def test_nested_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 13.0])
-    monkeypatch.setattr("everystep_study.rank_orders.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("everystep_study.workers.rank_orders.time.monotonic", lambda: next(now))
     clock = WaitingClock()
     inner = clock._timed(lambda: "done")
     assert clock._timed(inner)() == "done"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everystep_study import states
+from everystep_study.mechanisms import states
 
 MIB = 1 << 20
 

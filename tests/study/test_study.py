@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
-from everystep_study import campaign, frameworks, pages, writers
+from everystep_study import campaign, frameworks
 from everystep_study.campaign import Options
-from everystep_study.frameworks import FrameworkEntry, orders
-from everystep_study.results import Row
-from everystep_study.results_directory import FILE, Part, ResultsDirectory, StudyError
-from everystep_study.suite import Turn
+from everystep_study.frameworks import FrameworkEntry
+from everystep_study.harness.results import Row
+from everystep_study.harness.results_directory import FILE, Part, ResultsDirectory, StudyError
+from everystep_study.harness.suite import Turn
+from everystep_study.report import pages, writers
 from everystep_study.suites import by_framework, cost
 from everystep_study.suites.damage import Flips
-from everystep_study.workers import FrameworkProcess, TimeUp, WorkerEnded
+from everystep_study.workers import orders
+from everystep_study.workers.processes import FrameworkProcess, TimeUp, WorkerEnded
 from support.study.bench_results import quiet
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -239,7 +241,7 @@ class TestDirectory:
         original = campaign.runner.run
         monkeypatch.setattr(campaign.runner, "run", run)
         monkeypatch.setattr(frameworks, "FRAMEWORKS", {"fake": FrameworkEntry("Gone", "no_such_worker")})
-        monkeypatch.setattr("everystep_study.results_directory.Entry.missing", False)
+        monkeypatch.setattr("everystep_study.harness.results_directory.Entry.missing", False)
         with pytest.raises(KeyboardInterrupt):
             study(tmp_path, "cost", "formats")
         said: list[str] = []
@@ -359,9 +361,9 @@ def check_numbers(text_of_page: str, results: Path) -> None:
         units = (1, 1000, 1 / (1 << 20))
         assert any(abs(shown - value * unit) <= max(0.5, abs(value * unit) / 200) for unit in units), source
     # What else has digits: names and versions from the results, the date, and the prose of the report.
-    study = Path(pages.__file__).parent
+    study = Path(pages.__file__).parents[1]
     known = json.dumps([header, *lines]) + time.strftime("%Y-%m-%d", time.gmtime(header["created"]))
-    prose = [study / "pages.py", *(study / f"suites/{name}.py" for name in campaign.SUITES)]
+    prose = [study / "report/pages.py", *(study / f"suites/{name}.py" for name in campaign.SUITES)]
     known += "".join(file.read_text() for file in prose)
     for words in page.words:
         for word in re.findall(r"[\w.+-]*\d[\w.+-]*", words):

@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from everystep_study import runner, states
-from everystep_study.competitors import TRAINING
-from everystep_study.frameworks import torch_mechanisms, torch_models, torch_training
+from everystep_study.frameworks import torch_models, torch_training
 from everystep_study.frameworks.torch_training import Trainer
-from everystep_study.mechanism import Mechanism
-from everystep_study.results import Bar, Result, Row
-from everystep_study.states import Gpt2, Load
-from everystep_study.suite import Group, Turn
+from everystep_study.harness import runner
+from everystep_study.harness.results import Bar, Result, Row
+from everystep_study.harness.suite import Group, Turn
+from everystep_study.mechanisms import states, torch_mechanisms
+from everystep_study.mechanisms.competitors import TRAINING
+from everystep_study.mechanisms.mechanism import Mechanism
+from everystep_study.mechanisms.states import Gpt2, Load
 from everystep_study.suites import training
 from everystep_study.suites.training import Restart, Steps, TrainingSuite, differs, places, predicted_stall
-from everystep_study.workers import WorkerFailed
+from everystep_study.workers.processes import WorkerFailed
 from support.study.bench_results import quiet, result, row, text_of
 
 MIB = 1 << 20

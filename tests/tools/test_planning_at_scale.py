@@ -11,8 +11,8 @@ import planning_at_scale as scale
 import pytest
 from planning_at_scale import LAYOUTS, Layout, ScaleSuite
 
-from everystep_study import runner
-from everystep_study.results import Result, Row
+from everystep_study.harness import runner
+from everystep_study.harness.results import Result, Row
 from support.study.bench_results import quiet, result, row, text_of
 
 

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import everystep
-from everystep_study import frameworks, runner
-from everystep_study.files import remove
+from everystep_study import frameworks
 from everystep_study.frameworks import FrameworkEntry
 from everystep_study.frameworks.models import MODELS
-from everystep_study.machine import machine_facts
-from everystep_study.results_directory import Entry, Header, Part, ResultsDirectory
+from everystep_study.harness import runner
+from everystep_study.harness.files import remove
+from everystep_study.harness.machine import machine_facts
+from everystep_study.harness.results_directory import Entry, Header, Part, ResultsDirectory
 from everystep_study.suites.bitflips import BitflipsSuite
 from everystep_study.suites.by_framework import FrameworkSuite
 from everystep_study.suites.cost import CostSuite

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from everystep_study import pages, writers
-from everystep_study.report import View
-from everystep_study.results import Machine, Result, Row, Sample
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.harness.results import Machine, Result, Row, Sample
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.report import pages, writers
+from everystep_study.report.elements import View
 
 
 def quiet() -> Console:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Framework, Probe, Training
-from everystep_study.mechanism import Mechanism
+from everystep_study.mechanisms.mechanism import Mechanism
 
 
 class FakeTraining(Training):

@@ -15,14 +15,14 @@ from everystep.cli.plugins import Plugin
 from everystep.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from everystep_study.suite import Suite
+    from everystep_study.harness.suite import Suite
 
 _train = partial(typer.Option, rich_help_panel="Training")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class Shape(str, Enum):
-    """What the state looks like; `everystep_study.states` builds them."""
+    """What the state looks like; `everystep_study.mechanisms.states` builds them."""
 
     gpt2 = "gpt2"
     few_large = "few-large"
@@ -201,8 +201,9 @@ def _run(
     out: Session, suites: list[Suite], directory: Path, check: bool, plot: Path | None, markdown: Path | None
 ) -> None:
     from everystep.cli import picture
-    from everystep_study import pages, results, runner, writers
-    from everystep_study.plot import draw
+    from everystep_study.harness import results, runner
+    from everystep_study.report import pages, writers
+    from everystep_study.report.plot import draw
 
     found = []
     try:

@@ -96,8 +96,8 @@ def report(
 ) -> None:
     """Write the report of a study: report.html, one page that needs no network, and report.md."""
     with session(as_json) as console:
-        from everystep_study import pages, writers
-        from everystep_study.results_directory import ResultsDirectory
+        from everystep_study.harness.results_directory import ResultsDirectory
+        from everystep_study.report import pages, writers
 
         page, folder = pages.study(ResultsDirectory.read(directory)), out or directory
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,9 @@
 |---|---|
 | this one | which frameworks there are |
 | `api` | what a framework brings: models, steps, mechanisms; **how to add one** |
-| `orders` | what their processes are told by several suites: describe, build, save, load |
-| `models` | the sizes of the models, the same in all |
+| `models` | the sizes of the models, the same in all, and their made-up data |
 | `*_worker` | one framework each with its mechanisms; beside it its `*_models` and `*_probe` |
-| `torch_mechanisms`, `torch_training` | those of PyTorch, which ``everystep bench`` uses, too |
-| `plain` | mechanisms that need no framework |
+| `torch_training` | trainings in PyTorch, which ``everystep bench`` uses, too |
 """
 
 from __future__ import annotations

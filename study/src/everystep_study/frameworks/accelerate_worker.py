@@ -10,7 +10,7 @@ import torch
 
 from everystep_study.frameworks.api import Framework
 from everystep_study.frameworks.torch_training import TorchTraining
-from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
+from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
 class AccelerateTraining(TorchTraining):

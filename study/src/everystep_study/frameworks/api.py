@@ -6,7 +6,7 @@ To add a framework:
    its framework at the top: only its own process imports the module.
 2. Write a subclass of `Training`: the models of `models` (the same layers and sizes), one training step.
 3. Write a subclass of `Mechanism` for each way to checkpoint, used as its own documentation recommends. Those
-   of Everystep are `EverystepSync` and `EverystepOverlap` of `everystep_study.mechanism`, or subclasses.
+   of Everystep are `EverystepSync` and `EverystepOverlap` of `mechanisms.mechanism`, or subclasses.
 4. For the suite `determinism`, write a `Probe` and its `DefaultCheckpoint` classes.
 5. Add a line to `everystep_study.frameworks.FRAMEWORKS`, and the pinned packages to
    `everystep_study.environments.ENVIRONMENTS`.
@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everystep_study.frameworks.models import MODELS, Size
-from everystep_study.mechanism import Mechanism, Subject
+from everystep_study.mechanisms.mechanism import Mechanism, Subject
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -15,7 +15,7 @@ from everystep_study.frameworks import chainer_models
 from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.chainer_probe import ChainerProbe, EverystepSnapshot, TrainerSnapshot
 from everystep_study.frameworks.models import data, size_of
-from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
+from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
 class ChainerTraining(Training):

@@ -14,12 +14,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from everystep_study.files import sync_tree
 from everystep_study.frameworks import torch_models
 from everystep_study.frameworks.api import Framework
-from everystep_study.frameworks.torch_mechanisms import TorchSave
 from everystep_study.frameworks.torch_training import TorchTraining
-from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
+from everystep_study.harness.files import sync_tree
+from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSync, Mechanism
+from everystep_study.mechanisms.torch_mechanisms import TorchSave
 
 
 class WithLoss(torch.nn.Module):

@@ -14,12 +14,12 @@ import optax
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
-from everystep_study.files import sync_tree
 from everystep_study.frameworks import jax_models
 from everystep_study.frameworks.api import Arrays, Framework, Training
 from everystep_study.frameworks.jax_probe import EverystepTree, JaxProbe, OrbaxTrainState
 from everystep_study.frameworks.models import data, size_of
-from everystep_study.mechanism import EverystepOverlap, EverystepSync, Mechanism
+from everystep_study.harness.files import sync_tree
+from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSync, Mechanism
 
 
 class Program:

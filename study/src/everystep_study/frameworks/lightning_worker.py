@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from everystep_study.files import sync_tree
 from everystep_study.frameworks import torch_models
 from everystep_study.frameworks.api import Framework, LoopMechanism, LoopOverlap, LoopSync
 from everystep_study.frameworks.models import Size
 from everystep_study.frameworks.torch_training import TorchTraining
+from everystep_study.harness.files import sync_tree
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -25,7 +25,7 @@ from everystep_study.frameworks.tensorflow_probe import (
     WholeModel,
     missing_integration,
 )
-from everystep_study.mechanism import EverystepSnapshot, EverystepSync, Mechanism
+from everystep_study.mechanisms.mechanism import EverystepSnapshot, EverystepSync, Mechanism
 
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Size, Vgg, data
-from everystep_study.states import HEAD_WIDTH
+from everystep_study.mechanisms.states import HEAD_WIDTH
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

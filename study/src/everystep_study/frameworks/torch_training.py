@@ -13,8 +13,8 @@ import torch
 from everystep_study.frameworks import torch_models
 from everystep_study.frameworks.api import Arrays, Training
 from everystep_study.frameworks.models import Gpt, Size, size_of
-from everystep_study.frameworks.torch_mechanisms import flatten
-from everystep_study.states import Gpt2, Load
+from everystep_study.mechanisms.states import Gpt2, Load
+from everystep_study.mechanisms.torch_mechanisms import flatten
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets."""

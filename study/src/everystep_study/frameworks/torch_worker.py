@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from everystep_study.frameworks.api import Framework
-from everystep_study.frameworks.torch_mechanisms import Dcp, DcpAsync, Safetensors, TorchSave, TorchSaveLegacy
 from everystep_study.frameworks.torch_probe import DcpDefault, EverystepTorch, GeneralCheckpoint, TorchProbe
 from everystep_study.frameworks.torch_training import TorchTraining
-from everystep_study.mechanism import EverystepOverlap, EverystepSync
+from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSync
+from everystep_study.mechanisms.torch_mechanisms import Dcp, DcpAsync, Safetensors, TorchSave, TorchSaveLegacy
 
 FRAMEWORK = Framework(
     packages={"torch": "torch", "numpy": "numpy", "safetensors": "safetensors"},

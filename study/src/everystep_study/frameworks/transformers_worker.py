@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-from everystep_study.files import sync_tree
 from everystep_study.frameworks.api import Framework, LoopMechanism, LoopOverlap, LoopSync
 from everystep_study.frameworks.models import Gpt, Size
 from everystep_study.frameworks.torch_training import TorchTraining
+from everystep_study.harness.files import sync_tree
 
 
 class Own(LoopMechanism):

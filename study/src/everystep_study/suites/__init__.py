@@ -1,1 +1,1 @@
-"""What is measured, one file per suite. ARCHITECTURE.md ("Measuring") says how to add one."""
+"""What is measured, one file per suite. CONTRIBUTING.md ("Measuring") says how to add one."""

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.files import files_below
 from everystep_study.frameworks.api import Arrays
-from everystep_study.frameworks.orders import Context, build, load, save
-from everystep_study.report import (
+from everystep_study.harness.files import files_below
+from everystep_study.harness.results import Row
+from everystep_study.harness.suite import Case, Group, Turn
+from everystep_study.report.elements import (
     NOTHING,
     Item,
     Number,
@@ -31,11 +32,10 @@ from everystep_study.report import (
     small,
     whole,
 )
-from everystep_study.results import Row
-from everystep_study.suite import Case, Group, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
 from everystep_study.suites.damage import file_bit_flipped
-from everystep_study.workers import FrameworkProcess
+from everystep_study.workers.orders import Context, build, load, save
+from everystep_study.workers.processes import FrameworkProcess
 
 BITS = 32
 STEPS = 10

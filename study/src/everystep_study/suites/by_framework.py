@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from everystep_study.frameworks import FrameworkEntry, orders
+from everystep_study.frameworks import FrameworkEntry
 from everystep_study.frameworks.models import TITLES
-from everystep_study.report import SuiteReport, View
-from everystep_study.results import Result
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.workers import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
+from everystep_study.harness.results import Result
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.report.elements import SuiteReport, View
+from everystep_study.workers import orders
+from everystep_study.workers.processes import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
 
 ORDER_SECONDS = 300.0
 QUICK_ORDER_SECONDS = 45.0

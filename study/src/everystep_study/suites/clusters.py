@@ -20,15 +20,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from everystep_study import results
-from everystep_study.files import missing_modules, sync
-from everystep_study.frameworks.plain import Joblib, Pickle, Savez, SavezCompressed
-from everystep_study.frameworks.torch_mechanisms import TorchSave
-from everystep_study.mechanism import Mechanism
-from everystep_study.report import Columns, View, milliseconds
-from everystep_study.results import SECONDS, Bar, Interval, Result, Row
-from everystep_study.states import State
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.harness import results
+from everystep_study.harness.files import missing_modules, sync
+from everystep_study.harness.results import SECONDS, Bar, Interval, Result, Row
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.mechanisms.mechanism import Mechanism
+from everystep_study.mechanisms.plain import Joblib, Pickle, Savez, SavezCompressed
+from everystep_study.mechanisms.states import State
+from everystep_study.mechanisms.torch_mechanisms import TorchSave
+from everystep_study.report.elements import Columns, View, milliseconds
 
 Array = np.ndarray[Any, Any]
 MEMORY = Path("/dev/shm")

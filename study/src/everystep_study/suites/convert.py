@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from everystep import inspect
-from everystep_study import results
-from everystep_study.files import files_below
-from everystep_study.report import TIMES, Columns, View
-from everystep_study.results import GB, MIB, SECONDS, Bar, Result, Row, exactly, judge, promised
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.harness import results
+from everystep_study.harness.files import files_below
+from everystep_study.harness.results import GB, MIB, SECONDS, Bar, Result, Row, exactly, judge, promised
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.report.elements import TIMES, Columns, View
 
 DEEPSPEED = Path("build/peers/deepspeed/bin/python")
 RANKS_BEFORE, RANKS_AFTER = 2, 3
@@ -31,7 +31,7 @@ SHAPES = {16: (384, 4), 67: (768, 7), 268: (1280, 12)}
 LINEAR = 1.25
 """A byte of the largest checkpoint may take so many times as long as one of the next smaller."""
 _SECONDS = 1800.0
-_HERE = Path(__file__).parents[1]
+_PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 class Command(Case):
@@ -79,7 +79,7 @@ class Command(Case):
         return str(self._python) if self._kind == "deepspeed" else sys.executable
 
     def _command(self) -> list[str]:
-        timed = [self._interpreter, str(_HERE / "timed_command.py")]
+        timed = [self._interpreter, str(_PROGRAMS / "timed_command.py")]
         if self._kind == "deepspeed":
             timed += ["deepspeed.checkpoint.ds_to_universal", "main"]
             timed += ["--input_folder", str(self._source / "global_step1")]
@@ -103,7 +103,7 @@ class Restore(Case):
     def measure(self, turn: Turn) -> None:
         turn.empty_cache(files_below(self._source))
         answer = turn.directory / "seconds"
-        arguments = [str(_HERE / "restoring_rank.py"), str(self._source), str(answer)]
+        arguments = [str(_PROGRAMS / "restoring_rank.py"), str(self._source), str(answer)]
         if self.key != "everystep":
             arguments.append(str(turn.directory / "converted"))
         turn.time(lambda: _run(_ranks(Path(sys.executable), RANKS_AFTER, arguments), turn.directory))
@@ -155,7 +155,7 @@ class ConvertSuite(Suite):
         if not directory.exists():
             numbers = [stage, *map(str, SHAPES[millions])]
             _run(
-                _ranks(python, RANKS_BEFORE, [str(_HERE / "zero_writer.py"), str(directory), *numbers]),
+                _ranks(python, RANKS_BEFORE, [str(_PROGRAMS / "zero_writer.py"), str(directory), *numbers]),
                 folder,
             )
         return directory

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from everystep_study import frameworks
-from everystep_study.costs import wall_seconds
-from everystep_study.files import remove
 from everystep_study.frameworks.api import Training
 from everystep_study.frameworks.models import TITLES, size_of
-from everystep_study.frameworks.orders import Context
-from everystep_study.mechanism import Mechanism
-from everystep_study.report import (
+from everystep_study.harness.costs import wall_seconds
+from everystep_study.harness.files import remove
+from everystep_study.harness.results import SECONDS, Row
+from everystep_study.harness.results_directory import Entry
+from everystep_study.harness.suite import Case, Group, Needs, Turn
+from everystep_study.mechanisms.mechanism import Mechanism
+from everystep_study.report.elements import (
     NOTHING,
     Bar,
     Cell,
@@ -41,11 +43,9 @@ from everystep_study.report import (
     table,
     whole,
 )
-from everystep_study.results import SECONDS, Row
-from everystep_study.results_directory import Entry
-from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
-from everystep_study.workers import FrameworkProcess
+from everystep_study.workers.orders import Context
+from everystep_study.workers.processes import FrameworkProcess
 
 STEPS = 4
 EVERY = (1, STEPS)

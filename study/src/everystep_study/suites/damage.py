@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from everystep_study.costs import wall_seconds
-from everystep_study.files import files_below, remove, sync_tree
 from everystep_study.frameworks import FrameworkEntry
-from everystep_study.frameworks.orders import Context, build, digest, load, save
-from everystep_study.results import SECONDS
-from everystep_study.suite import Turn
+from everystep_study.harness.costs import wall_seconds
+from everystep_study.harness.files import files_below, remove, sync_tree
+from everystep_study.harness.results import SECONDS
+from everystep_study.harness.suite import Turn
 from everystep_study.suites.by_framework import MechanismCase
-from everystep_study.workers import FrameworkProcess, WorkerFailed
+from everystep_study.workers.orders import Context, build, digest, load, save
+from everystep_study.workers.processes import FrameworkProcess, WorkerFailed
 
 _BEGIN_SECONDS = 60.0
 _POLL_SECONDS = 0.0005

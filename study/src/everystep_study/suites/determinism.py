@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from everystep_study.frameworks.api import Probe
-from everystep_study.frameworks.orders import Context
-from everystep_study.report import (
+from everystep_study.harness.results import Row
+from everystep_study.harness.suite import Case, Group, Turn
+from everystep_study.report.elements import (
     NOTHING,
     Cell,
     Item,
@@ -28,10 +29,9 @@ from everystep_study.report import (
     table,
     whole,
 )
-from everystep_study.results import Row
-from everystep_study.suite import Case, Group, Turn
 from everystep_study.suites.by_framework import FrameworkSuite
-from everystep_study.workers import FrameworkProcess
+from everystep_study.workers.orders import Context
+from everystep_study.workers.processes import FrameworkProcess
 
 STEPS = 8
 """N. The scheduler of a probe changes the learning rate in both halves."""

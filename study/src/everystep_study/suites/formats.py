@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from everystep_study.costs import cost_of
-from everystep_study.files import files_below
-from everystep_study.frameworks.orders import Context, build, load, save
-from everystep_study.report import (
+from everystep_study.harness.costs import cost_of
+from everystep_study.harness.files import files_below
+from everystep_study.harness.results import PEAK_NBYTES, SECONDS, Row
+from everystep_study.harness.suite import Case, Group, Needs, Turn
+from everystep_study.report.elements import (
     NOTHING,
     Cell,
     Item,
@@ -27,11 +28,10 @@ from everystep_study.report import (
     table,
     whole,
 )
-from everystep_study.results import PEAK_NBYTES, SECONDS, Row
-from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
 from everystep_study.suites.damage import Flips, Kills, Planted
-from everystep_study.workers import FrameworkProcess
+from everystep_study.workers.orders import Context, build, load, save
+from everystep_study.workers.processes import FrameworkProcess
 
 FLIPS, QUICK_FLIPS = 50, 10
 KILLS, QUICK_KILLS = 3, 1

@@ -19,14 +19,16 @@ from typing import Any
 
 import msgspec
 
-from everystep_study import rank_orders, results, states
-from everystep_study.competitors import STORING, WRITERS, choose
-from everystep_study.files import files_below, missing_everystep, missing_modules, remove
-from everystep_study.report import ARROW, TIMES, Columns, Shown, View
-from everystep_study.results import CPU_SECONDS, GB, SECONDS, Bar, Result, Row, size
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.harness import results
+from everystep_study.harness.files import files_below, missing_everystep, missing_modules, remove
+from everystep_study.harness.results import CPU_SECONDS, GB, SECONDS, Bar, Result, Row, size
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.mechanisms import states
+from everystep_study.mechanisms.competitors import STORING, WRITERS, choose
+from everystep_study.report.elements import ARROW, TIMES, Columns, Shown, View
 from everystep_study.suites.save_load import rates
-from everystep_study.workers import Ranks, WorkerEnded
+from everystep_study.workers import rank_orders
+from everystep_study.workers.processes import Ranks, WorkerEnded
 
 SYSTEMS = {key: STORING[key] for key in ("raw", "everystep-recycled", "everystep", "dcp", "torch")}
 LOADING = ("raw", "everystep", "dcp")

@@ -14,13 +14,25 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from everystep_study import results, states
-from everystep_study.competitors import STORING, choose
-from everystep_study.files import files_below, missing_everystep, sync
-from everystep_study.mechanism import Mechanism
-from everystep_study.report import TIMES, Columns, View, milliseconds
-from everystep_study.results import CPU_SECONDS, GB, MIB, PEAK_NBYTES, SECONDS, Bar, Result, Row, Spread, size
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.harness import results
+from everystep_study.harness.files import files_below, missing_everystep, sync
+from everystep_study.harness.results import (
+    CPU_SECONDS,
+    GB,
+    MIB,
+    PEAK_NBYTES,
+    SECONDS,
+    Bar,
+    Result,
+    Row,
+    Spread,
+    size,
+)
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.mechanisms import states
+from everystep_study.mechanisms.competitors import STORING, choose
+from everystep_study.mechanisms.mechanism import Mechanism
+from everystep_study.report.elements import TIMES, Columns, View, milliseconds
 
 TINY_NBYTES = 64 * 1024
 CREDIBLE_TO_RAW = 1.10

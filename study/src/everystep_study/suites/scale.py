@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from everystep_study.competitors import STORING
-from everystep_study.files import missing_everystep, missing_modules, remove
-from everystep_study.rank_orders import seconds_of
-from everystep_study.report import (
+from everystep_study.harness.files import missing_everystep, missing_modules, remove
+from everystep_study.harness.results import SECONDS, size
+from everystep_study.harness.suite import Case, Group, Needs, Turn
+from everystep_study.mechanisms.competitors import STORING
+from everystep_study.report.elements import (
     NOTHING,
     Bar,
     Chart,
@@ -27,11 +28,10 @@ from everystep_study.report import (
     SuiteReport,
     is_ours,
 )
-from everystep_study.results import SECONDS, size
-from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite
 from everystep_study.suites.ranks import saved_together
-from everystep_study.workers import FrameworkProcess, Ranks
+from everystep_study.workers.processes import FrameworkProcess, Ranks
+from everystep_study.workers.rank_orders import seconds_of
 
 WORLDS = (1, 2, 4)
 PROJECTED = (8, 16, 32, 64)

@@ -21,20 +21,30 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from everystep_study import cache, results, states
-from everystep_study.competitors import TRAINING, choose
-from everystep_study.costs import cpu_seconds, peak_since, reset_peak, return_free_memory
-from everystep_study.files import files_below, missing_everystep, missing_modules
 from everystep_study.frameworks import FRAMEWORKS
-from everystep_study.frameworks.orders import Context
-from everystep_study.frameworks.plain import RawDevice
-from everystep_study.machine import others_cpu_seconds
-from everystep_study.mechanism import Mechanism
-from everystep_study.report import TIMES, Columns, Shown, View, milliseconds
-from everystep_study.results import BUSY_SHARE, CPU_SECONDS, MIB, OTHERS_SECONDS, SECONDS, Bar, Result, Row
-from everystep_study.states import Gpt2, Load
-from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.workers import FrameworkProcess
+from everystep_study.harness import cache, results
+from everystep_study.harness.costs import cpu_seconds, peak_since, reset_peak, return_free_memory
+from everystep_study.harness.files import files_below, missing_everystep, missing_modules
+from everystep_study.harness.machine import others_cpu_seconds
+from everystep_study.harness.results import (
+    BUSY_SHARE,
+    CPU_SECONDS,
+    MIB,
+    OTHERS_SECONDS,
+    SECONDS,
+    Bar,
+    Result,
+    Row,
+)
+from everystep_study.harness.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.mechanisms import states
+from everystep_study.mechanisms.competitors import TRAINING, choose
+from everystep_study.mechanisms.mechanism import Mechanism
+from everystep_study.mechanisms.plain import RawDevice
+from everystep_study.mechanisms.states import Gpt2, Load
+from everystep_study.report.elements import TIMES, Columns, Shown, View, milliseconds
+from everystep_study.workers.orders import Context
+from everystep_study.workers.processes import FrameworkProcess
 
 if TYPE_CHECKING:
     from everystep_study.frameworks.torch_training import Trainer

@@ -10,7 +10,7 @@ import rich.table
 from rich import box
 from rich.text import Text
 
-from everystep_study.report import Bar, Cell, Chart, Number, Page, Section, Strip, Table, Words
+from everystep_study.report.elements import Bar, Cell, Chart, Number, Page, Section, Strip, Table, Words
 
 _STYLE = Path(__file__).with_name("report.css")
 _ROW, _TEXT, _BAR = 36, 13, 12

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.files import missing_everystep, missing_modules, sync_tree
+from everystep_study.harness.files import missing_everystep, missing_modules, sync_tree
 
 Mode = Literal["sync", "overlap", "snapshot"]
 PATIENCE_SECONDS = 300.0

@@ -10,10 +10,20 @@ import time
 from collections.abc import Sequence
 
 from everystep_study import frameworks
-from everystep_study.report import NOTHING, TIMES, Page, Section, Source, SuiteReport, Table, Words, name_of
-from everystep_study.results import BUSY_SHARE, Bar, Result
-from everystep_study.results_directory import FILE, Entry, ResultsDirectory
-from everystep_study.suite import Suite
+from everystep_study.harness.results import BUSY_SHARE, Bar, Result
+from everystep_study.harness.results_directory import FILE, Entry, ResultsDirectory
+from everystep_study.harness.suite import Suite
+from everystep_study.report.elements import (
+    NOTHING,
+    TIMES,
+    Page,
+    Section,
+    Source,
+    SuiteReport,
+    Table,
+    Words,
+    name_of,
+)
 
 _BUSY_LOAD = 0.25
 """The share of the CPUs that others may use before the run, before the report warns."""

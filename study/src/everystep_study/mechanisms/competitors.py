@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from everystep_study.frameworks.plain import (
+from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSnapshot, EverystepSync, Mechanism
+from everystep_study.mechanisms.plain import (
     EverystepSave,
     Pickle,
     RawDevice,
@@ -12,7 +13,7 @@ from everystep_study.frameworks.plain import (
     Recycling,
     Savez,
 )
-from everystep_study.frameworks.torch_mechanisms import (
+from everystep_study.mechanisms.torch_mechanisms import (
     CheckFreq,
     Dcp,
     DcpAsync,
@@ -21,7 +22,6 @@ from everystep_study.frameworks.torch_mechanisms import (
     TorchSave,
     TorchSaveWithoutCrc,
 )
-from everystep_study.mechanism import EverystepOverlap, EverystepSnapshot, EverystepSync, Mechanism
 
 STORING: dict[str, type[Mechanism]] = {
     "raw": RawDevice,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from everystep_study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
+from everystep_study.harness.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
 
 T = TypeVar("T")
 

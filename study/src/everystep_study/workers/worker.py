@@ -1,4 +1,4 @@
-"""A process that follows orders: ``python -m everystep_study.worker``, started by `workers`.
+"""A process that follows orders: ``python -m everystep_study.workers.worker``, started by `workers`.
 
 It reads orders from its standard input, one JSON object per line: ``{"do": "MODULE:FUNCTION", ...}``. It
 calls that function with its `Context` and the rest of the object, and answers with one line:
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 
-from everystep_study.frameworks.orders import Context
+from everystep_study.workers.orders import Context
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 

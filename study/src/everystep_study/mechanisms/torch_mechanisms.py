@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.files import sync_tree
-from everystep_study.mechanism import PATIENCE_SECONDS, Mechanism
+from everystep_study.harness.files import sync_tree
+from everystep_study.mechanisms.mechanism import PATIENCE_SECONDS, Mechanism
 
 if TYPE_CHECKING:
     import torch

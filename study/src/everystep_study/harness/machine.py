@@ -8,8 +8,8 @@ import platform
 import shutil
 from pathlib import Path
 
-from everystep_study.costs import cpu_seconds
-from everystep_study.results import Machine, size
+from everystep_study.harness.costs import cpu_seconds
+from everystep_study.harness.results import Machine, size
 
 
 def look_for_room(directory: Path, disk_nbytes: int, memory_nbytes: int) -> None:

@@ -15,11 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from everystep_study import cache
-from everystep_study.costs import ReservedMemory, cost_of
-from everystep_study.machine import others_cpu_seconds
-from everystep_study.report import View
-from everystep_study.results import OTHERS_SECONDS, SECONDS, Bar, Readings, Result, Sample, Temperature
+from everystep_study.harness import cache
+from everystep_study.harness.costs import ReservedMemory, cost_of
+from everystep_study.harness.machine import others_cpu_seconds
+from everystep_study.harness.results import (
+    OTHERS_SECONDS,
+    SECONDS,
+    Bar,
+    Readings,
+    Result,
+    Sample,
+    Temperature,
+)
+from everystep_study.report.elements import View
 
 T = TypeVar("T")
 

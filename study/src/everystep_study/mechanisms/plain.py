@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from everystep_study.files import missing_everystep
-from everystep_study.mechanism import EverystepMechanism, Mechanism, Mode
-from everystep_study.raw_device import raw_read, raw_write
-from everystep_study.states import State
+from everystep_study.harness.files import missing_everystep
+from everystep_study.mechanisms.mechanism import EverystepMechanism, Mechanism, Mode
+from everystep_study.mechanisms.raw_device import raw_read, raw_write
+from everystep_study.mechanisms.states import State
 
 
 class RawDevice(Mechanism):

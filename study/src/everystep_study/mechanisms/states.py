@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.mechanism import Subject
+from everystep_study.mechanisms.mechanism import Subject
 
 if TYPE_CHECKING:
     import torch

@@ -23,10 +23,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from everystep_study.costs import ReservedMemory
-from everystep_study.machine import cpu_count, look_for_room, machine_facts
-from everystep_study.results import OTHERS_SECONDS, SECONDS, Result, Row, Sample, Status, Temperature
-from everystep_study.suite import Case, Group, Suite, Turn
+from everystep_study.harness.costs import ReservedMemory
+from everystep_study.harness.machine import cpu_count, look_for_room, machine_facts
+from everystep_study.harness.results import OTHERS_SECONDS, SECONDS, Result, Row, Sample, Status, Temperature
+from everystep_study.harness.suite import Case, Group, Suite, Turn
 
 FOLDER_PREFIX = ".everystep-bench-"
 """Of the folder in which everything is measured; only a kill leaves one behind."""

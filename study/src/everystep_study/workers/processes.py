@@ -22,8 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from everystep_study import environments, rank_orders
-from everystep_study.frameworks import FrameworkEntry, orders
+from everystep_study import environments
+from everystep_study.frameworks import FrameworkEntry
+from everystep_study.workers import orders, rank_orders
 
 START_SECONDS = 300.0
 """Importing a framework, building a model, compiling its first step."""
@@ -58,7 +59,7 @@ class Child:
         self._log = log
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [python, "-m", "everystep_study.worker"],
+                [python, "-m", "everystep_study.workers.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

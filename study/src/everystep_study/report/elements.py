@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from everystep_study import frameworks
 from everystep_study.frameworks.models import TITLES
-from everystep_study.results import Result, Row, Spread
-from everystep_study.results_directory import Entry
+from everystep_study.harness.results import Result, Row, Spread
+from everystep_study.harness.results_directory import Entry
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"

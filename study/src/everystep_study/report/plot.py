@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everystep.cli.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, PEER, QUIET, new_figure
-from everystep_study.report import Chart
-from everystep_study.results import Result
+from everystep_study.harness.results import Result
+from everystep_study.report.elements import Chart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep_study.costs import cost_of, wall_seconds
-from everystep_study.files import files_below
 from everystep_study.frameworks.api import Arrays, Framework, Training
-from everystep_study.mechanism import Mechanism
-from everystep_study.results import PEAK_NBYTES, SECONDS
+from everystep_study.harness.costs import cost_of, wall_seconds
+from everystep_study.harness.files import files_below
+from everystep_study.harness.results import PEAK_NBYTES, SECONDS
+from everystep_study.mechanisms.mechanism import Mechanism
 
 _SHOWN = ("key", "title", "always_durable", "weights_only_possible", "optimizer_possible")
 

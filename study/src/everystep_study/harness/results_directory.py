@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from everystep import EverystepError
-from everystep_study.results import Machine, Result
+from everystep_study.harness.results import Machine, Result
 
 FORMAT = "everystep-study/1"
 FILE = "results.jsonl"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from everystep_study.results import Temperature
+from everystep_study.harness.results import Temperature
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _COLD_FRACTION = 0.01

@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from everystep_study import competitors, states
-from everystep_study.costs import cpu_seconds
-from everystep_study.frameworks.orders import Context
+from everystep_study.harness.costs import cpu_seconds
+from everystep_study.mechanisms import competitors, states
+from everystep_study.workers.orders import Context
 
 HOST = "127.0.0.1"
 _COLLECTIVES = (
