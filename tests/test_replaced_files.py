@@ -6,30 +6,18 @@ What is replaced elsewhere is torn or lost by a crash at the wrong moment.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "everystep"
 CALLS = {
     *(
-        "os.fsync",
-        "os.fdatasync",
-        "os.sync",
-        "os.replace",
-        "os.rename",
-        "os.renames",
-        "os.link",
-        "os.truncate",
+        f"os.{name}"
+        for name in ("fsync", "fdatasync", "sync", "replace", "rename", "renames", "link", "truncate")
     ),
-    *(
-        "os.unlink",
-        "os.remove",
-        "os.rmdir",
-        "os.removedirs",
-        "shutil.rmtree",
-        "shutil.move",
-        "shutil.copyfile",
-    ),
+    *(f"os.{name}" for name in ("unlink", "remove", "rmdir", "removedirs")),
+    *(f"shutil.{name}" for name in ("rmtree", "move", "copyfile")),
 }
 METHODS = {"write_text", "write_bytes", "unlink", "rmdir"}
 EXCEPTIONS = {
@@ -61,3 +49,20 @@ def test_only_one_module_replaces_files() -> None:
         found.setdefault(name, set()).update(writes(ast.parse(path.read_text("utf-8"))))
     assert found.pop("engine/fs.py") == {"unlink", "rmdir"}  # over the seam
     assert {name: calls for name, calls in found.items() if calls} == EXCEPTIONS
+
+
+NATIVE = Path(__file__).parents[1] / "native" / "src"
+NATIVE_CALL = re.compile(
+    r"(?<!\w)::(open(?:at)?|f(?:data)?sync|sync_file_range|rename\w*|unlink\w*|link\w*|mkdir\w*|rmdir|"
+    r"f?truncate|fallocate|p?writev?|p?readv?|mmap|msync)\("
+)
+NATIVE_EXCEPTIONS = {
+    "memory.cpp": {"open", "read"},  # what Linux says in /proc and /sys
+    "uring.cpp": {"pwritev", "preadv"},  # the bytes that an injected short count has moved
+}
+
+
+def test_only_the_native_seam_calls_the_system() -> None:
+    found = {path.name: set(NATIVE_CALL.findall(path.read_text())) for path in NATIVE.glob("*.?pp")}
+    assert found.pop("sys.cpp") >= {"fsync", "fdatasync", "renameat2", "unlinkat", "pwritev", "mmap"}
+    assert {name: calls for name, calls in found.items() if calls} == NATIVE_EXCEPTIONS
