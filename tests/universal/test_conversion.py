@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import everystep
 from everystep import universal
+from everystep.engine import faults
 from everystep.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, StateMismatch, UnsupportedState
 from everystep.format.geometry import whole
 from everystep.store.stream.element_casts import cast
@@ -289,6 +290,30 @@ def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(
         assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
 
     assert assert_survives_kills(tmp_path / "place", convert, assert_whole) > 4
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+@pytest.mark.parametrize("to", KINDS)
+def test_a_call_that_fails_is_an_error_and_no_target_appears(tmp_path: Path, to: str, call: str) -> None:
+    model = make_model()
+    source = write_hf(tmp_path / "hf", model, shards=1)
+    before = set(os.listdir(tmp_path))
+
+    def converts(fault: str) -> bool:
+        with faults.injected(fault):
+            try:
+                universal.convert(source, tmp_path / "out", to=to)
+            except SaveFailed:
+                return False
+        return True
+
+    failed = 0
+    while not converts(f"{call}:{failed + 1}:EIO"):
+        failed += 1
+        assert set(os.listdir(tmp_path)) == before
+    assert failed
+    found = weights_in(tmp_path / "out", to)
+    assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_the_command_converts_and_tells(tmp_path: Path) -> None:
