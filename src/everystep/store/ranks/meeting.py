@@ -182,11 +182,13 @@ class Meeting:
     def exchange(self, mine: bytes) -> dict[bytes, tuple[int, ...]]:
         """Every different message and the ranks that have it, ascending; in the order of their lowest rank.
 
-        Equal messages travel once: each rank says a digest, and reads one table and the messages that differ
-        from its own.
+        Each rank says a digest, and reads one table and the messages that differ from its own. Equal messages
+        travel once, and not at all if those of all ranks are equal.
         """
         name = f"{digest(mine)}{len(mine):x}"
         table = _decode(self.agree(name.encode(), _tabulate), _Table)
+        if [other for other, _ in table.entries] == [name]:
+            return {mine: table.entries[0][1]}
         keys = {f"blob/{self._told}/{other}": other for other, _ in table.entries}
         self.other_keys += keys
         if any(ranks[0] == self.rank for _, ranks in table.entries):

@@ -30,11 +30,11 @@ from everystep.errors import RankFailed
 
 MAX_KEY_LENGTH: Final = 4096
 MAX_MESSAGE_NBYTES: Final = (8 << 20) - 16
-"""TCPStore drops the connection of whoever sends more, or a key of more than 8 KiB."""
+"""TCPStore drops a connection over which more is sent, or a key of more than 8 KiB."""
 
 ANSWER_SECONDS: Final = 30.0
-"""How long a store may take for what needs no waiting. It answers in microseconds, unless somebody connects:
-see above."""
+"""How long a store may take for a call that does not wait. It answers in microseconds, unless a client
+connects (see above)."""
 
 _COMPRESSED_FROM: Final = 1 << 14
 _MAX_WAIT_SECONDS: Final = 7 * 86_400.0
@@ -42,16 +42,16 @@ _KEYS_AT_ONCE: Final = 1024
 _IDLE_CONNECTIONS: Final = 2
 _PLAIN, _DEFLATED = b"\0", b"\1"
 _NOTHING = b"\2"
-"""No message begins so."""
+"""No message begins with it."""
 _T = TypeVar("_T")
 
 
 class MessageTimeout(TimeoutError):
-    """Nobody posted that in time. Told to people by those who know which rank should have: `RankFailed`."""
+    """No rank posted that in time. The caller knows which rank should have, and raises `RankTimeout`."""
 
 
 class MessageStore:
-    """Messages under keys, kept by the process group's store until they are forgotten.
+    """Messages under keys. The process group's store keeps them until they are forgotten.
 
     All keys get `prefix`. Any thread may call any method.
     """
@@ -101,6 +101,8 @@ class MessageStore:
     def collect(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         """All these messages as soon as they are there; after that many seconds, those that are."""
         names = [self._name(key) for key in keys]
+        if not names:
+            return {}
 
         def look(store: Any) -> dict[str, Any]:
             end = time.monotonic() + timeout
@@ -338,7 +340,7 @@ def _get(store: Any, names: Sequence[str]) -> Sequence[Any]:
 
 
 def _bounded(timeout: float) -> float:
-    """Stores count milliseconds in numbers that overflow; nobody waits longer than this."""
+    """Stores count milliseconds in numbers that overflow; no call waits longer than this."""
     return min(max(0.0, timeout), _MAX_WAIT_SECONDS)
 
 
