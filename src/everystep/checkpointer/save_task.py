@@ -40,19 +40,17 @@ from everystep.engine import WriteJob
 from everystep.engine.threads import start_thread
 from everystep.errors import CheckpointExists, MutatedDuringSave, SaveFailed
 from everystep.plan import ShardPlan
-from everystep.state import FlatState, LeafSource, flatten
+from everystep.state import LeafSource
 from everystep.state.boxed import Immutable
 from everystep.store import (
     CheckpointInfo,
-    Commit,
     SaveObserver,
     SaveRound,
     Transaction,
     plain_metrics,
-    whole,
 )
+from everystep.store.commit.share import Share
 from everystep.store.locks import path_to_read
-from everystep.store.ranks.group import PreparedSave
 
 _RUNS = "runs"
 
@@ -82,8 +80,7 @@ class SaveTask(SaveObserver):
         self._stage_seconds = 0.0
         self._metrics: Mapping[str, float] = {}
         self._replace = False
-        self._flat: FlatState | None = None
-        self._prepared: PreparedSave | None = None
+        self._share: Share | None = None
         self._live: tuple[str, ...] | None = None
         self._fate: dict[str, bool] = {}
         """Whether the save runs, once its thread has begun or an interrupt has been noticed before."""
@@ -105,10 +102,7 @@ class SaveTask(SaveObserver):
         context.observers.tell(Saving(self.step, self.mode))
         self._metrics = plain_metrics(metrics) if group.is_coordinator else {}  # those of rank 0 are stored
         self._replace = context.retention.begin(self.step)
-        if not group.is_distributed:
-            self._flat = flatten(state)
-            return
-        self._prepared = group.prepare(state, self._save_round)
+        self._share = group.prepare(state, self._save_round)
         if context.ledger is not None and context.run.directory is not None:
             self._live = ids(path_to_read(context.run.directory))
 
@@ -208,10 +202,8 @@ class SaveTask(SaveObserver):
 
     def _leaves(self) -> tuple[LeafSource, ...]:
         """Those that this rank writes."""
-        if self._flat is not None:
-            return self._flat.leaves + self._flat.local_leaves
-        assert self._prepared is not None
-        return self._prepared.share.leaves
+        assert self._share is not None
+        return self._share.leaves
 
     # --- on the save's thread
 
@@ -262,14 +254,11 @@ class SaveTask(SaveObserver):
         return info
 
     def _write(self, transaction: Transaction) -> CheckpointInfo:
-        group = self._context.group
+        assert self._share is not None
         groups = None if self.mode == "sync" else self._memory.groups
-        if self._flat is not None:
-            commit = Commit(transaction, self.step, self._metrics, group.settings.tuning)
-            return commit.run(whole(self._flat), groups, self)
-        assert self._prepared is not None
-        return group.commit(
-            self._prepared,
+        return self._context.group.commit(
+            self._share,
+            self._save_round,
             transaction,
             self.step,
             self._metrics,
@@ -324,7 +313,7 @@ class SaveTask(SaveObserver):
 
         `seen`: what interrupted it is raised already.
         """
-        self._flat = self._prepared = None
+        self._share = None
         self._memory.end()
         if info is not None:
             self.pending.set_result(info)
@@ -336,9 +325,8 @@ class SaveTask(SaveObserver):
 
     def _array_nbytes(self) -> int:
         """The size of the whole checkpoint's arrays, those of other ranks included."""
-        if self._prepared is None:
-            return sum(leaf.nbytes for leaf in self._leaves())
-        return self._prepared.share.whole_nbytes
+        assert self._share is not None
+        return self._share.whole_nbytes or sum(leaf.nbytes for leaf in self._share.leaves)
 
     # --- SaveObserver: called by the commit, on the save's thread
 

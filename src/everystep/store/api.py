@@ -91,13 +91,13 @@ def save(
         try:
             check_target(target)
             numbers = plain_metrics(metrics) if group.is_coordinator else {}  # those of rank 0 are stored
-            prepared = group.prepare(state, save_round)
+            share = group.prepare(state, save_round)
             if group.is_coordinator:
                 make_parent(target)
         except BaseException as error:
             group.failed(save_round, error)
             raise
-        info = group.commit(prepared, Transaction(target, overwrite=overwrite), step, numbers)
+        info = group.commit(share, save_round, Transaction(target, overwrite=overwrite), step, numbers)
         succeeded = True
         return info
     finally:

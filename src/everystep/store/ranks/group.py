@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +24,7 @@ from everystep.store.commit.driver import Commit
 from everystep.store.commit.info import CheckpointInfo
 from everystep.store.commit.observer import SaveObserver
 from everystep.store.commit.round import ALONE
-from everystep.store.commit.share import Share
+from everystep.store.commit.share import Share, whole
 from everystep.store.commit.transaction import Transaction
 from everystep.store.commit.volumes import Ledger, OutsideShards
 from everystep.store.names import sendable
@@ -69,17 +68,6 @@ def join_group(process_group: ProcessGroup) -> Transport | None:
             f'process_group must be a torch process group, None or "none", not {process_group!r}'
         )
     return join(process_group)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedSave:
-    """A state that this rank is ready to write its share of."""
-
-    save_round: SaveRound | None
-    id: str
-    created: float
-    flat: FlatState
-    share: Share
 
 
 class RankGroup:
@@ -223,21 +211,22 @@ class RankGroup:
             call = _new_call(what, step, due=due, signal=signal) if self.is_coordinator else None
             return self._line.begin(what, step, call)
 
-    def prepare(self, state: object, save_round: SaveRound | None) -> PreparedSave:
-        """Takes a state apart, and plans who writes what if the present plan does not fit it."""
+    def prepare(self, state: object, save_round: SaveRound | None) -> Share:
+        """Takes a state apart, and plans who writes what if the present plan does not fit it.
+
+        Returns what this rank writes.
+        """
+        if not self.is_distributed:
+            return whole(flatten(state))
         try:
             with failing_the_save():
                 flat = self._flatten(state)
                 if self._needs_plan(flat, save_round):
                     self.shares.plan(flat, None if save_round is None else save_round.meeting)
-                share = self.shares.share(flat)
+                return self.shares.share(flat)
         except BaseException as error:
             self.failed(save_round, error)
             raise
-        if save_round is None:
-            return PreparedSave(None, os.urandom(16).hex(), time.time(), flat, share)
-        call = save_round.call
-        return PreparedSave(save_round, call.id, call.created, flat, share)
 
     def check_replicas(self, state: object) -> None:
         """Raises `RanksDisagree` if ranks hold different bytes of replicated arrays."""
@@ -252,7 +241,8 @@ class RankGroup:
 
     def commit(
         self,
-        prepared: PreparedSave,
+        share: Share,
+        save_round: SaveRound | None,
         transaction: Transaction,
         step: int,
         metrics: Mapping[str, float],
@@ -266,24 +256,26 @@ class RankGroup:
 
         Of a run whose shards go to volumes: its `ledger`, and the ids of its checkpoints that are `live`.
         """
+        call = None if save_round is None else save_round.call
+        id = os.urandom(16).hex() if call is None else call.id
         hosts = set() if self.meeting is None else {member.host for member in self.meeting.membership.members}
         outside = None
         if len(hosts) > 1 or self.has_volumes:
             volumes, target = self.settings.volumes, transaction.target
-            outside = OutsideShards(volumes, self.rank, target, prepared.id, ledger=ledger, live=live)
+            outside = OutsideShards(volumes, self.rank, target, id, ledger=ledger, live=live)
         commit = Commit(
             transaction,
             step,
             metrics,
             self.settings.tuning,
-            id=prepared.id,
-            created=prepared.created,
-            round=prepared.save_round or ALONE,
+            id=id,
+            created=None if call is None else call.created,
+            round=save_round or ALONE,
             outside=outside,
-            agreement=self.shares.agreement(),
+            agreement=self.shares.agreement() if self.is_distributed else None,
         )
         try:
-            return commit.run(prepared.share, groups, observer)
+            return commit.run(share, groups, observer)
         except BaseException:
             self._forget_plan()
             raise

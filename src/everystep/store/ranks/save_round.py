@@ -184,7 +184,7 @@ class SaveLine:
         self._not_due: list[int] = []
         self._due: list[SaveRound] = []
         self._ahead = -1
-        """The save that this rank was told of before it got there."""
+        """The save that this rank has found to be ahead of its own."""
 
     @property
     def next(self) -> int:
@@ -197,7 +197,7 @@ class SaveLine:
         return self._join(what, step) if call is None else self._open(call)
 
     def go_on_from(self, number: int) -> None:
-        """By all ranks, when they start again, perhaps at an older step: saves before this one are over.
+        """By all ranks when they start again, perhaps at an older step: saves before this one are over.
 
         Their messages stay, for ranks that are still on their way through them.
         """
@@ -265,7 +265,7 @@ class SaveLine:
                 raise self._round(self._next, mine).meeting.silence([0])
             call = found.call
             told, self._ahead = self._ahead == self._next, -1
-            # A save that this rank was told of in vain, and that has failed since, is not its concern.
+            # If this rank has found it to be ahead, and it has failed since, it is of no concern.
             over = call.due and (told or call.step != step) and self._is_over(found)
             if call.step > step and not (told and over):
                 self._ahead = self._next

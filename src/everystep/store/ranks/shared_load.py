@@ -120,7 +120,7 @@ class _Load:
     def plan(
         self, into: object, select: str | Iterable[str] | None, strict: bool
     ) -> tuple[Restore, _Wishes, Mismatch]:
-        """How this rank's target is filled, once it is known that everybody's can be."""
+        """How this rank's target is filled. Returns when all ranks know that the targets of all can be."""
         self._meeting.transport.say(self._what)
         restore: Restore | None = None
         wishes = _Wishes((), (), {})
@@ -158,7 +158,7 @@ class _Load:
         return restore
 
     def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
-        """Tell all ranks how the target fits; what everybody told. Equal things are told once.
+        """Tells all ranks how the target fits; returns what all have told. Equal messages travel once.
 
         `RanksDisagree` on all ranks unless all of them are as strict: one would go on where another ends.
         """
@@ -210,7 +210,7 @@ class _Load:
         places = {wish.seen: wish.place for wish in (*wishes.into_fresh, *wishes.into_place)}
         if self._channel is None:
             return Sharing((), self._meeting.membership.topology, self._meeting.rank, places)
-        # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
+        # No other rank shares what is this rank's own. Without it, the views of all ranks are equal.
         common = self._checkpoint._parts.metas
         view = tuple(wanted for wanted in places if wanted.name in common)
         views = exchange_views(self._meeting, view)

@@ -134,7 +134,7 @@ def samples(copies: Copies, here: Mapping[str, LeafSource]) -> dict[str, str]:
     """Digests over samples of this rank's copies, by stream: equal where the copies are.
 
     At next to no cost, so only of what is in host memory, however it lies there. Of which leaves that is
-    belongs to the name, so that nobody compares samples of different ones.
+    belongs to the name, so samples of different arrays are never compared.
     """
     found: dict[str, str] = {}
     for stream, names in copies:

@@ -221,7 +221,10 @@ def _key_text(key: Node) -> str:
 
 
 def check_structures(meeting: Meeting, structure: Mapping[str, str]) -> None:
-    """`RanksDisagree`, on all ranks, where states cannot be made one. Who does not speak says nothing."""
+    """`RanksDisagree`, on all ranks, where states cannot be made one.
+
+    A rank for which another speaks gives an empty structure.
+    """
 
     def compare(messages: Sequence[bytes]) -> bytes:
         said = [msgspec.msgpack.decode(data, type=dict[str, str]) for data in messages]
