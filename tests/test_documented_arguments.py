@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -10,11 +11,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import everystep
+from support.public_source import MODULES, definition, is_error, public_names
 
-MODULES = ("inspect", "universal", "view")
-"""Public modules whose names are their own. Those of integrations need their frameworks (`make peers`)."""
+HERE = ("inspect", "universal", "view")
+"""Public modules that are imported. Those of integrations need their frameworks: their source is read."""
 MADE_BY_CALLS = {"Checkpoint", "PendingSave", "PageServer"}
 """Users get these from calls, and never construct them."""
+OF_INTEGRATIONS = {
+    "chainer": {"Announced", "Reader", "Serialized", "Snapshot", "Writer"},
+    "deepspeed": {"EverystepEngine"},
+    "jax": {"Pytree"},
+}
+"""The same, of integrations."""
+OF_OTHERS = {"GaussianMixture", "KMeans", "MiniBatchKMeans"}
+"""Their arguments are those of scikit-learn's classes, which explain them."""
 SHOWN = {"PendingSave": {"done", "result", "exception", "progress"}}
 """What the reference shows of a class, if that is not all of it (tools/site_pages.py)."""
 _SECTION = re.compile(r"^(Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
@@ -26,7 +36,7 @@ def public_objects() -> Iterator[tuple[str, Any]]:
         found = getattr(everystep, name)
         if not inspect.ismodule(found):
             yield name, found
-    for module in MODULES:
+    for module in HERE:
         home = importlib.import_module(f"everystep.{module}")
         for name in home.__all__:
             yield f"{module}.{name}", getattr(home, name)
@@ -68,6 +78,27 @@ def missing() -> Iterator[str]:
                 yield from differences(f"{name}.{member}", arguments(call), listed(call.__doc__, "Args"))
 
 
+def missing_in_source() -> Iterator[str]:
+    """The same for functions and constructors of integrations."""
+    for module in (name for name in MODULES if name.startswith("integrations.")):
+        made = OF_INTEGRATIONS.get(module.removeprefix("integrations."), set()) | OF_OTHERS
+        for name in public_names(module):
+            node = definition(module, name)
+            documents = [ast.get_docstring(node)] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.ClassDef) and name not in made and not is_error(node):
+                node = next((item for item in node.body if getattr(item, "name", "") == "__init__"), None)
+            if isinstance(node, ast.FunctionDef):
+                documents.append(ast.get_docstring(node))
+                known = {found for document in documents for found in listed(document, "Args")}
+                yield from differences(f"{module}.{name}", arguments_in(node), known)
+
+
+def arguments_in(node: ast.FunctionDef) -> set[str]:
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {found.arg for found in every if found is not None and found.arg != "self" and found.arg[0] != "_"}
+
+
 def differences(name: str, there: set[str], explained: set[str]) -> Iterator[str]:
     yield from (f"{name}({argument}) is not explained" for argument in sorted(there - explained))
     yield from (f"{name}({argument}) does not exist" for argument in sorted(explained - there))
@@ -75,6 +106,10 @@ def differences(name: str, there: set[str], explained: set[str]) -> Iterator[str
 
 def test_every_argument_is_listed_where_it_is_explained() -> None:
     assert list(missing()) == []
+
+
+def test_every_argument_of_an_integration_is_listed() -> None:
+    assert list(missing_in_source()) == []
 
 
 def test_what_is_not_listed_is_found() -> None:

@@ -19,8 +19,13 @@ class EverystepError(Exception):
 class CorruptCheckpoint(EverystepError, ValueError):
     """Stored bytes are not what was written, or a file is not what its format says.
 
-    Restore an older checkpoint (`Checkpointer.restore` does so by itself) and look at the device:
-    ``everystep verify PATH`` lists everything that is damaged.
+    Restore an older checkpoint (`Checkpointer.restore` does so by itself) and look at the device: ``everystep
+    verify PATH`` lists everything that is damaged.
+
+    Attributes:
+        reason: What is wrong.
+        path: The file, if it is known.
+        leaf: The leaf, if it is known.
     """
 
     def __init__(self, reason: str, *, path: str | None = None, leaf: str | None = None) -> None:
@@ -53,9 +58,11 @@ def _with_errno(error: OSError) -> tuple[Any, ...]:
 class IncompleteCheckpoint(CorruptCheckpoint, FileNotFoundError):
     """A file that the checkpoint needs is missing, or this was never a committed checkpoint.
 
-    A ``.partial`` directory is a save that did not finish: it holds nothing that was reported durable.
-    `out_of_reach`: the file is on a volume of a host that does not take part, so it may well be whole.
-    `Checkpointer.restore` does not pass over such a checkpoint: bring the host or its volume back.
+    A ``.partial`` directory is a save that did not finish. Nothing in it was reported durable.
+
+    Attributes:
+        out_of_reach: The file is on a volume of a host that does not take part, so it may be intact.
+            `Checkpointer.restore` does not pass over such a checkpoint: bring the host or its volume back.
     """
 
     out_of_reach = False
@@ -74,11 +81,11 @@ class UnsupportedCheckpoint(EverystepError, NotImplementedError):
 
 
 class CheckpointClosed(EverystepError, ValueError):
-    """Something was to be read from a checkpoint after its `close`. Read inside of the ``with`` block."""
+    """A read from a checkpoint after its `close`. Read inside the ``with`` block."""
 
 
 class LeafNotFound(EverystepError, KeyError):
-    """The checkpoint has no leaf of that name. ``everystep show PATH`` lists those that it has."""
+    """The checkpoint has no leaf of that name. ``everystep show PATH`` lists its leaves."""
 
     # KeyError would print the message in quotes.
     def __str__(self) -> str:
@@ -88,9 +95,13 @@ class LeafNotFound(EverystepError, KeyError):
 class StateMismatch(EverystepError, ValueError):
     """The checkpoint and the state it should fill do not fit.
 
-    `missing` are leaves the target has and the checkpoint lacks, `extra` the reverse, `wrong` those whose
-    shape or dtype differ. Fix the target, or pass ``strict=False``, if the call has it, to restore what fits:
-    something must.
+    Fix the target, or pass ``strict=False`` if the call has it: then what fits is restored, and this is
+    raised only if nothing fits.
+
+    Attributes:
+        missing: Leaves that the target has and the checkpoint does not.
+        extra: Leaves that the checkpoint has and the target does not.
+        wrong: Leaves that differ in shape or type.
     """
 
     def __init__(
@@ -108,7 +119,7 @@ class StateMismatch(EverystepError, ValueError):
 
 
 class UnsupportedSource(EverystepError, ValueError):
-    """A foreign checkpoint that Everystep does not know how to read: its files, a class in it, or its layout.
+    """A foreign checkpoint that Everystep cannot read: its files, a class in it, or its layout are not known.
 
     The message says what was looked for and found. Name the kind (``--kind``), or convert it to a known one.
     """
@@ -140,7 +151,10 @@ class UnsupportedState(EverystepError, TypeError):
 class SpecError(EverystepError, ValueError):
     """A layout rule is wrong, does not fit a parameter, or leaves one out. The message lists the names.
 
-    `names` are the parameters concerned. ``everystep spec check FILE SRC`` says which rule takes which.
+    ``everystep spec check FILE SRC`` says which rule takes which parameter.
+
+    Attributes:
+        names: The parameters concerned.
     """
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
@@ -151,8 +165,8 @@ class SpecError(EverystepError, ValueError):
 class SaveFailed(EverystepError, OSError):
     """A save did not become durable. Earlier checkpoints are untouched; the cause is chained.
 
-    Every failure of a save is of this type. Wrong arguments are not: `ValueError`, `TypeError` and
-    `UnsupportedState` mean that the same call can never succeed.
+    Every failure of a save has this type. Wrong arguments raise `ValueError`, `TypeError` or
+    `UnsupportedState` instead: the same call can never succeed.
 
     After a failed sync the device's state is unknown, so Everystep never retries that save by itself.
     """
@@ -184,12 +198,14 @@ class Locked(SaveFailed, BlockingIOError):
 
 
 class RunInUse(SaveFailed, FileExistsError):
-    """The run holds checkpoints, and this training neither resumed from one nor said that it starts over.
+    """The run holds checkpoints, and this training neither resumed from one nor asked to start over.
 
     Nothing was saved and nothing was changed. Call `Checkpointer.restore` before the first save to go on from
     the newest one; use another directory for a new training; or make the Checkpointer with
-    ``start_over=True``, which removes the old checkpoints once the first new one is durable. `steps` are
-    those that the run holds.
+    ``start_over=True``, which removes the old checkpoints once the first new one is durable.
+
+    Attributes:
+        steps: The steps that the run holds.
     """
 
     def __init__(self, message: str, *, steps: Sequence[int] = ()) -> None:
@@ -201,9 +217,12 @@ class RunInUse(SaveFailed, FileExistsError):
 class MutatedDuringSave(SaveFailed):
     """Weights changed while they were being written, without a hooked optimizer's step to announce it.
 
-    That save failed, nothing wrong was stored, and training goes on. `leaves` names what changed: the
-    Checkpointer copies these from then on. To have them read in place, bracket the change with
-    ``with checkpointer.update():``, or give the optimizer to the Checkpointer (``optimizers=``).
+    That save failed, nothing wrong was stored, and training goes on. To have the leaves read in place,
+    bracket the change with ``with checkpointer.update():``, or give the optimizer to the Checkpointer
+    (``optimizers=``).
+
+    Attributes:
+        leaves: What changed. The Checkpointer copies these from now on.
     """
 
     def __init__(self, message: str, *, leaves: Sequence[str] = ()) -> None:
@@ -222,8 +241,8 @@ class DeviceTimeout(SaveFailed, TimeoutError):
 class StorageFull(SaveFailed):
     """The device has no space for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
 
-    A `Checkpointer` has given up what it could by then: all but the newest durable one, and those that `Keep`
-    holds for good.
+    A `Checkpointer` has already removed what it could: all but the newest durable checkpoint, and those that
+    `Keep` holds for good.
     """
 
 
@@ -247,8 +266,8 @@ class StorageMissing(SaveFailed, FileNotFoundError):
 class ReadFailed(EverystepError, OSError):
     """The device or filesystem failed while reading. The bytes may still be intact: see the cause.
 
-    An error of the device (``EIO``) has been tried three times by then; `Checkpointer.restore` takes it for
-    damage. It raises everything else, and falls back to no older checkpoint: the newest may be whole.
+    An error of the device (``EIO``) is raised after three attempts; `Checkpointer.restore` treats it as
+    damage. It raises everything else, and falls back to no older checkpoint: the newest may be intact.
     """
 
     # OSError would print its errno and filename, which callers may want, instead of the message.
@@ -272,9 +291,14 @@ class OutOfResources(ReadFailed):
 
 
 class CorruptShelf(EverystepError, ValueError):
-    """A shelf is damaged: a file cut short, or bytes that are not what was stored. `name` is the entry.
+    """A shelf is damaged: a file cut short, or bytes that are not what was stored.
 
     ``everystep shelf verify FILE`` lists what is damaged. Other entries can still be read and exported.
+
+    Attributes:
+        reason: What is wrong.
+        path: The file, if it is known.
+        name: The entry, if it is known.
     """
 
     def __init__(self, reason: str, *, path: str | None = None, name: str | None = None) -> None:
@@ -325,10 +349,10 @@ class ShelfClosed(EverystepError, ValueError):
 
 
 class TransactionError(EverystepError, RuntimeError):
-    """A shelf was to be changed where it cannot be: the message says why, and what to do instead.
+    """A shelf cannot be changed here. The message says why, and what to do instead.
 
-    A second transaction while one is under way, a change by another thread meanwhile, `writable` outside of a
-    transaction, a change to a shelf that was opened for reading.
+    Causes are a second transaction while one is under way, a change by another thread meanwhile, `writable`
+    outside a transaction, or a change to a shelf that was opened for reading.
     """
 
 
@@ -348,11 +372,14 @@ class UnsupportedVersion(EverystepError, ImportError):
 
 
 class RankFailed(EverystepError, ConnectionError):
-    """Another rank failed, or was not heard of in time; `ranks` are those concerned.
+    """Another rank failed, or did not answer in time.
 
-    Of a save: nothing of it is committed, unless the message says so, and earlier checkpoints are untouched.
-    Training may go on if the other rank does; after a dead one, launch again: it resumes from the last
-    durable step, with fewer ranks as well.
+    If a save raises it, nothing of that save is committed, unless the message says so, and earlier
+    checkpoints are untouched. Training may go on if the other rank does. If the rank is dead, launch again:
+    training resumes from the last durable step, with fewer ranks as well.
+
+    Attributes:
+        ranks: The ranks concerned.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
@@ -361,14 +388,17 @@ class RankFailed(EverystepError, ConnectionError):
 
 
 class RankTimeout(RankFailed, TimeoutError):
-    """Another rank was not heard of in time: it has ended, hangs, or does something else."""
+    """Another rank did not answer in time: it has ended, hangs, or does something else."""
 
 
 class RanksDisagree(EverystepError, ValueError):
-    """Ranks do not do, or do not hold, the same where they have to. `ranks` are some of those concerned.
+    """Ranks do not do, or do not hold, the same where they must.
 
-    The message says who differs in what. State that is meant to differ is marked with `everystep.per_rank`.
-    `leaf` is the leaf that they describe, or hold, differently.
+    The message says which rank differs in what. Mark state that should differ with `everystep.per_rank`.
+
+    Attributes:
+        leaf: The leaf that they describe or hold differently, if there is one.
+        ranks: Some of the ranks concerned.
     """
 
     def __init__(self, message: str, *, leaf: str | None = None, ranks: Sequence[int] = ()) -> None:
@@ -382,7 +412,7 @@ class SaveFailedOnRank(SaveFailed, RankFailed):
 
 
 class SaveTimedOut(SaveFailedOnRank, RankTimeout):
-    """A save failed because another rank was not heard of in time. Earlier checkpoints are untouched."""
+    """A save failed because another rank did not answer in time. Earlier checkpoints are untouched."""
 
 
 class SaveRejected(SaveFailed, RanksDisagree):

@@ -10,27 +10,12 @@ import ast
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-from everystep import errors
+from support.public_source import FRAMEWORKS, MODULES, definition, is_error, public_names
 
-PACKAGE = Path(__file__).resolve().parents[3] / "src" / "everystep"
 Call = Callable[[Any], object]
 
-FRAMEWORKS = ("accelerate", "chainer", "deepspeed", "jax", "keras", "lightning", "tensorflow", "transformers")
-MODULES = (
-    "",
-    "drill",
-    "inspect",
-    "shelf",
-    "shelf.contents",
-    "universal",
-    "view",
-    *(f"integrations.{name}" for name in ("data", "dcp", "sklearn", *FRAMEWORKS)),
-)
-_ON_FIRST_USE = ("", "integrations.sklearn", "integrations.deepspeed", "integrations.keras")
-"""Of these, names are imported when they are first used."""
 _NAMES = {"checkpoint_path", "directory", "dst", "filepath", "folder", "output", "path", "run", "runs", "src"}
 _TYPES = ("PathLike", "Path |", "ShelfLike")
 
@@ -40,36 +25,17 @@ def path_parameters() -> set[str]:
 
     Read from the source, since most frameworks are not installed.
     """
-    return {found for module in MODULES for name in _public(module) for found in _parameters(module, name)}
-
-
-def _tree(module: str) -> ast.Module:
-    where = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
-    file = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
-    return ast.parse(file.read_text("utf-8"))
-
-
-def _public(module: str) -> list[str]:
-    if module in _ON_FIRST_USE:
-        import importlib
-
-        package = importlib.import_module(f"everystep.{module}".rstrip("."))
-        return list(package.__all__)
-    tree = _tree(module)
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    defined = (node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
-    return [node.name for node in defined if not node.name.startswith("_")]
+    return {
+        found for module in MODULES for name in public_names(module) for found in _parameters(module, name)
+    }
 
 
 def _parameters(module: str, name: str) -> Iterator[str]:
-    node = _definition(module, name)
+    node = definition(module, name)
     label = f"{module.removeprefix('integrations.')}.{name}".lstrip(".")
     if isinstance(node, ast.FunctionDef):
         yield from _paths_of(label, node)
-    elif isinstance(node, ast.ClassDef) and not _is_error(node):
+    elif isinstance(node, ast.ClassDef) and not is_error(node):
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and (
                 item.name == "__init__" or not item.name.startswith("_")
@@ -89,31 +55,6 @@ def _paths_of(label: str, function: ast.FunctionDef) -> Iterator[str]:
 def _is_path(name: str, annotation: ast.expr | None) -> bool:
     text = "" if annotation is None else ast.unparse(annotation)
     return name in _NAMES or text == "Path" or any(kind in text for kind in _TYPES)
-
-
-def _is_error(node: ast.ClassDef) -> bool:
-    bases = [ast.unparse(base) for base in node.bases]
-    return node.name in vars(errors) or any(base.endswith(("Error", "Exception")) for base in bases)
-
-
-def _definition(module: str, name: str) -> ast.stmt | None:
-    """The function or class that a name of a module is, wherever it is defined."""
-    if module in _ON_FIRST_USE:
-        import importlib
-
-        package: Any = importlib.import_module(f"everystep.{module}".rstrip("."))
-        home = package._HOME_OF[name]
-        if home == "everystep":
-            return None  # a module
-        return _definition(f"{module}.{home}" if module else home.removeprefix("everystep."), name)
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-            return node
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("everystep"):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return _definition((node.module or "").removeprefix("everystep").lstrip("."), alias.name)
-    return None
 
 
 def _state() -> dict[str, Any]:

@@ -69,9 +69,12 @@ class _Here(local):
 class Reader(StorageReader):
     """Reads an Everystep checkpoint for ``torch.distributed.checkpoint``, whatever layout it was saved in.
 
-    Every byte is checked against its checksum, unless ``verify=False``: `CorruptCheckpoint`, inside of DCP's
-    ``CheckpointException``, names file and leaf. The path may also be given to DCP, as ``checkpoint_id``.
-    Checkpoints that DCP has not written are read as well, under the names that DCP would give.
+    If a byte does not match its checksum, `CorruptCheckpoint`, inside DCP's ``CheckpointException``, names
+    file and leaf. Checkpoints that DCP has not written are read as well, under the names that DCP would give.
+
+    Args:
+        path: The checkpoint. It may also be given to DCP, as ``checkpoint_id``.
+        verify: Compare every byte with its checksum.
     """
 
     def __init__(

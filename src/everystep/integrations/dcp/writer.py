@@ -83,15 +83,19 @@ class Written:
 
 
 class Writer(StorageWriter):
-    """Writes what ``torch.distributed.checkpoint`` saves as one Everystep checkpoint at `path`.
+    """Writes what ``torch.distributed.checkpoint`` saves as one Everystep checkpoint.
 
     When ``dcp.save`` returns, or the future of ``dcp.async_save`` is done, the checkpoint is durable and
-    whole; before, and after a failure, there is nothing at `path`, or what was there before.
-    ``overwrite=True`` replaces a checkpoint, at once and whole. `step` is by default the number in a name
-    like ``step-000000000100``, else 0. The path may also be given to DCP, as ``checkpoint_id``.
+    whole. Before that, and after a failure, the path holds what was there before.
 
-    `theirs` are the arguments by which ``FileSystemWriter`` is tuned (`thread_count`, `sync_files` ...): they
-    mean nothing here, and are ignored with one warning.
+    Args:
+        path: The checkpoint. It may also be given to DCP, as ``checkpoint_id``.
+        overwrite: Replace a checkpoint that is there, at once and whole.
+        step: The step; by default the number in a name like ``step-000000000100``, else 0.
+        metrics: Numbers to store beside the state.
+        options: How to write.
+        theirs: Arguments that tune DCP's ``FileSystemWriter`` (`thread_count`, `sync_files` ...). They mean
+            nothing here, and are ignored with one warning.
     """
 
     def __init__(
