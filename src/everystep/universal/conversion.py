@@ -293,7 +293,7 @@ def _view(
 
 
 def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:
-    """Whether a source has whole parameters: its own layout is no question, and a spec is for the target."""
+    """Whether a source has whole parameters, so that a spec is for the target."""
     reader = find_reader(local_path(src)) if kind == "auto" else reader_of(kind)
     return reader is None or reader.parameters is None
 

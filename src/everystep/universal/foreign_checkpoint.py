@@ -1,10 +1,10 @@
-"""From a `Source` to a checkpoint that every reader of this library takes for one of its own.
+"""A `Source` as a checkpoint that the rest of the library reads like one of its own.
 
-The description is turned into the records of our format: every fragment is a fragment. The files of a foreign
-checkpoint lie anywhere, have no checksums and are not locked. All else (slices, union of pieces, restores
-into any layout and on any number of ranks) is the same as for a native checkpoint.
+This module turns the description into the records of our format. The files of a foreign checkpoint lie
+anywhere, have no checksums and are not locked. All else (slices, union of pieces, restores into any layout
+and on any number of ranks) is the same as for a native checkpoint.
 
-`everystep.store.read.foreign` calls the three functions of this module that take a path.
+`everystep.store.read.foreign` calls the functions of this module that take a path.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MAX_LOOKED_INTO = 1000
 
 
 def recognises(path: str) -> bool:
-    """Whether there is a checkpoint of a system that is known."""
+    """Whether a known system wrote what is at a path."""
     return find_reader(path) is not None
 
 
 def checkpoints_in(directory: str) -> list[str]:
-    """Names of the checkpoints right inside of a directory, sorted: ``checkpoint-10`` of a Trainer."""
+    """The names of checkpoints directly in a directory, sorted, such as a Trainer's ``checkpoint-10``."""
     names = sorted(os.listdir(directory), key=natural_order)[:_MAX_LOOKED_INTO]
     return [name for name in names if recognises(os.path.join(directory, name))]
 
@@ -151,7 +151,7 @@ class _SourceShards(ShardReader):
             try:
                 return super()._problems(index, pieces, owner, **how)
             finally:
-                self._made = None  # the next file may lie on the disk
+                self._made = None  # the next file may be on disk
 
     def backend(self, file: ShardFile) -> engine.Backend:
         if self._made is not None:
@@ -201,9 +201,9 @@ class ForeignCheckpoint(Checkpoint):
             self._replace(describe(self.source.path, self.source.kind, as_training=as_training))
 
     def _fit_to(self, target: object) -> None:
-        """A training names its model and optimizer; files may have them under other names, or under none.
+        """Arranges the source as a training state, unless the target fits it only as it is.
 
-        Only a target whose entries the file has as it is, but not when arranged, gets the file as it is.
+        A training names its model and optimizer; files may have them under other names, or under none.
         """
         own = self.source.state
         if self._chosen or self.source.arranged or type(target) is not dict:

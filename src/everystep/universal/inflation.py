@@ -1,7 +1,7 @@
 """How much more may come out of the files of a checkpoint than is in them.
 
 A few kilobytes can stand for terabytes: compressed zeros, records of an archive that share their bytes,
-datasets that are all fill value, tensors that overlap. One rule is for all of them.
+datasets that are all fill value, tensors that overlap. All formats share one rule.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from everystep.errors import DecompressionBomb
 
 ALWAYS_NBYTES = 256 << 20
-"""So much is never refused: it does no harm."""
+"""This much is always allowed: it does no harm."""
 
 
 def refuse_bomb(path: str, nbytes: int, stored_nbytes: int, max_inflation: float) -> None:

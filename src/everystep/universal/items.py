@@ -67,7 +67,7 @@ class Job:
 
     @property
     def prefix(self) -> str:
-        """What names lose where those of a model are expected: all are a model's, or none loses anything."""
+        """The prefix that names lose in files for weights: ``model.`` if all names have it, else none."""
         names = [*(item.name for item in self.items), *self.tied]
         return MODEL if names and all(name.startswith(MODEL) for name in names) else ""
 
@@ -95,8 +95,8 @@ def choose(
 ) -> list[str]:
     """The names of the leaves to write.
 
-    Without `select` all that one process would load. `only_model`: of these, those of the model, if there are
-    any. Unless `local`, without what belongs to single ranks.
+    Without `select`, all that one process would load; with `only_model`, those of the model, if there are
+    any. Leaves of single ranks are left out, unless `local` is set.
     """
     if select is not None:
         return [name for name in checkpoint.select(select) if local or not name.startswith("@")]

@@ -68,7 +68,7 @@ def _flat(job: Job, leaves: Sequence[LeafSource]) -> FlatState:
 
 
 class _Progress(SaveObserver):
-    """Tells how much has been written, until all has; then verifies it, if that is asked for."""
+    """Reports how much has been written, and then verifies it if the job says so."""
 
     def __init__(self, job: Job, stream: LeafStream) -> None:
         self._job = job

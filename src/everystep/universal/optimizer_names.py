@@ -102,7 +102,7 @@ def _parameters(model: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
 def _by_shape(
     keys: Sequence[Any], state: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[Any, str]:
-    """The one way to give each key a parameter that one of its tensors has the shape of; empty if several.
+    """The only assignment of parameters to keys in which shapes agree; empty if there are several.
 
     A key without such tensors (never stepped) may be any parameter. If there is exactly one way, then there
     is always a key with one choice left, or a parameter that one key is left for.

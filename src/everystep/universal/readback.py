@@ -54,7 +54,7 @@ def _blocks(
     other: Checkpoint,
     others: Sequence[StreamedLeaf],
 ) -> Iterator[tuple[int, int, bool]]:
-    """Block by block the number of a leaf, the bytes of the block, and whether both sides have the same."""
+    """For each block: the number of its leaf, its length in bytes, and whether both sides are equal."""
     blocks = np.empty((2, _BLOCK_NBYTES), np.uint8)  # numpy compares a hundred times as fast as memoryviews
     with LeafStream(one, its, alone=False) as left, LeafStream(other, others, alone=False) as right:
         for number, size in enumerate(left.sizes):
@@ -66,7 +66,7 @@ def _blocks(
 
 
 def compare_arrays(job: Job, arrays: Mapping[str, Any], items: Sequence[Item] | None = None) -> None:
-    """As `compare_with`, of tensors that another library has loaded: those of some items, or of all."""
+    """`CorruptCheckpoint` unless tensors that another library has loaded equal the items, or some of them."""
     items = job.items if items is None else items
     torch = load_torch()
     block = np.empty(_BLOCK_NBYTES, np.uint8)

@@ -57,4 +57,4 @@ READERS: tuple[SystemReader, ...] = (
     SystemReader(hf.KIND, hf.WANTED, hf.looks_like, hf.describe),
     SystemReader(safetensors.KIND, safetensors.WANTED, safetensors.looks_like, safetensors.describe),
 )
-"""In the order in which they are asked: the more particular ones first."""
+"""The more specific ones come first: the first that recognises a path reads it."""

@@ -29,7 +29,7 @@ from everystep.universal.torch_file.torch_values import TORCH_VALUES
 
 MAX_NODES = 4_000_000
 MAX_STEP = 10**12
-"""Runs name checkpoints by steps of so many digits."""
+"""Names of checkpoints in a run have room for steps below this."""
 
 
 class OptimizerState(dict[str, Any]):

@@ -30,11 +30,11 @@ Place = tuple[str | int, ...]
 
 
 class _Missing:
-    """An element of a list that has not been met yet."""
+    """Stands for an element of a list until its entry comes."""
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
-    """What was found, or None if this is nothing that `describe` reads."""
+    """What was found there, for messages; None if `describe` does not read it."""
     if os.path.isfile(os.path.join(path, METADATA)):
         return f"a directory of torch.distributed.checkpoint ({METADATA})"
     return None
@@ -58,7 +58,7 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
 
 
 def _nested(directory: DcpDirectory) -> dict[str, Any]:
-    """Every entry at the place that the planner has noted for it; without a note, under its name."""
+    """Every entry at the place that the planner recorded for it; without one, under its name."""
     paths = directory.paths
     tensors = set(directory.tensors)
     tied: dict[object, SourceLeaf] = {}  # writers may store what is tied once, and name it twice
@@ -96,7 +96,7 @@ def _require_whole(directory: DcpDirectory, lists: list[tuple[Place, list[Any]]]
 
 
 def _by_parameter(value: Any) -> Any:
-    """An optimizer's state by names, whose leaves are called as those of a live optimizer are."""
+    """Marks an optimizer's state by names, so that its leaves get the names that a live optimizer's get."""
     named = is_optimizer_state(value) and is_named(value)
     return OptimizerState(value) if named else value
 

@@ -55,7 +55,7 @@ class _ItemBox:
 
 
 def prepare(job: Job) -> tuple[Job, tuple[str, ...]]:
-    """The job, and what DCP leaves out of the state. `UnsupportedState` for what it could not give back."""
+    """The job, and a note of what DCP leaves out. `UnsupportedState` for a state that DCP could not load."""
     tree = localized(job.tree, job.local)
     if pairs_of(tree) is None:
         raise UnsupportedState(
@@ -74,7 +74,7 @@ def prepare(job: Job) -> tuple[Job, tuple[str, ...]]:
 
 
 def _is_saved(node: Node, place: str, left_out: list[str]) -> bool:
-    """Whether DCP saves anything of a node. `left_out` gets the dicts in it of which it does not."""
+    """Whether DCP saves anything of a node. Adds the dicts in it that DCP leaves out to `left_out`."""
     items = items_of(node)
     if items is not None:
         for number, item in enumerate(items):
@@ -111,7 +111,7 @@ def write(job: Job) -> None:
 
 
 def check(job: Job, path: str) -> None:
-    """With torch's own reader."""
+    """Reads the result with torch's own reader, and compares."""
     entries = _entries(job)
     names = _tensor_names(job, entries)
     for group in _read_groups(job):

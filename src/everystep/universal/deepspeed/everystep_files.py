@@ -1,7 +1,7 @@
 """Files of DeepSpeed that `integrations.deepspeed` wrote: each is an Everystep checkpoint, in a directory.
 
-Its arrays are read where they lie in the shard, as those of a torch file are. So its checksums are verified
-when it is opened: all bytes of it are read once more than those of other files.
+Its arrays are read where they lie in the shard, as those of a torch file are. So opening
+a file verifies its checksums, which reads all of its bytes once more.
 """
 
 from __future__ import annotations

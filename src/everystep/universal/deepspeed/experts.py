@@ -18,7 +18,7 @@ _NAME = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`local` is how many experts one rank holds of a layer, by what stands before the number in names."""
+    """`local` is how many experts of a layer one rank holds, by the name up to the expert's number."""
 
     local: Mapping[str, int]
     data_first: bool
@@ -46,7 +46,7 @@ class Experts:
 
     @staticmethod
     def prefix(name: str) -> str:
-        """What stands before the number, which is another text for every layer."""
+        """The name up to the expert's number, which differs between layers."""
         match = _NAME.fullmatch(name)
         return "" if match is None else match[1]
 

@@ -103,7 +103,7 @@ def read_zero(folder: Folder, mp: int) -> RankOptimizer:
             made.groups.append(OptimizerGroup(flats[0].groups[group], listed))
         every += listed
     if not made.groups:
-        # Which of several groups a parameter of ZeRO-3 is in, the files do not say. All are in the only one.
+        # The files of ZeRO-3 do not say which of several groups a parameter is in.
         alone = every if len(flats[0].groups) == 1 else ()
         made.groups = [OptimizerGroup(options, alone) for options in flats[0].groups]
     return made

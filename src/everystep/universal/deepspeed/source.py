@@ -46,7 +46,7 @@ _WHOLE = rule("*", unique())
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
-    """What was found, or None if this is nothing that `describe` reads."""
+    """What was found there, for messages; None if `describe` does not read it."""
     try:
         folder = tag_folder(os.path.abspath(path))
         files = list_files(folder)

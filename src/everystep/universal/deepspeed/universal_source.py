@@ -69,11 +69,11 @@ _CLASSES = CLASSES | {SUBPARAM_SHAPE}
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
-    """What was found, or None if this is nothing that `describe` reads."""
+    """What was found there, for messages; None if `describe` does not read it."""
     where = os.path.abspath(path)
     try:
         if os.path.exists(os.path.join(where, LATEST)):
-            return None  # a run of DeepSpeed's: what it names goes before what was made of it
+            return None  # a run of DeepSpeed: its newest tag takes precedence
         folder = tag_folder(where, LATEST_UNIVERSAL)
     except (OSError, CorruptCheckpoint):
         return None
@@ -130,7 +130,7 @@ class _Checkpoint:
         return read
 
     def _degrees(self) -> tuple[int, int]:
-        """How many tensor-parallel ranks and pipeline stages the model's files are of."""
+        """How many tensor-parallel ranks and pipeline stages wrote the model's files."""
         known = self._model.get(DEGREES)
         count = len(self._models)
         tp, pp = count, 1

@@ -71,7 +71,7 @@ from everystep.universal.torch_file.writing import (
 KIND = "ds-universal"
 _HERE = b"."
 _VERSION = "0.19.8"
-"""Of DeepSpeed, whose layout this is. It refuses files that say none."""
+"""The version of DeepSpeed whose layout this is. It refuses files without a version."""
 
 
 def plan(job: Job) -> list[OutputFile]:
@@ -126,7 +126,7 @@ class _Layout:
         return [*files, TorchFile(f"{ZERO}/{OPTIMIZER_STATE}", self._optimizer_state())]
 
     def _find_buffers(self) -> list[str]:
-        """As the source says; else all that the optimizer does not update."""
+        """The source's list; without one, all tensors that the optimizer does not update."""
         training = self._training
         known = training.deepspeed.get(BUFFERS)
         if isinstance(known, list):
@@ -295,7 +295,7 @@ class _Layout:
         return modules
 
     def _cut(self, name: str, tensor: PendingTensor) -> list[PendingTensor]:
-        """What each rank has of an entry. Where the FP32 weight is all there is, nothing, as in ZeRO-3."""
+        """What each rank has of an entry. If there is only the FP32 weight, nothing, as in ZeRO-3."""
         training = self._training
         if name in training.trained and training.masters[name] is tensor and name in training.own_masters:
             return [PendingTensor(tensor.dtype, (0,))] * self._tp

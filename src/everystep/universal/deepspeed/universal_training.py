@@ -1,7 +1,7 @@
 """What DeepSpeed calls the parts of a training state: model, master weights, optimizer states, client state.
 
 Out of a conversion's tree: ``model``, ``optimizer`` (``state`` by parameter, ``param_groups``), and what else
-there is. Tensors are announced only (`PendingTensor`).
+there is. Each tensor is a `PendingTensor`.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _add_masters(training: UniversalTraining) -> None:
 
 
 def _places(job: Job, training: UniversalTraining, tensors: Mapping[str, PendingTensor]) -> dict[str, str]:
-    """Where each item is found when the result is read: what belonged to one rank is there without that."""
+    """The name of each item when the result is read. Leaves of one rank lose the rank's prefix."""
     client: dict[int, str] = {}
     _walk(training.client, "", client)
     _walk({SCHEDULER: training.lr_scheduler}, "", client)

@@ -1,4 +1,4 @@
-"""Hugging Face directories: weights in one file, or in shards with an index that says what is in which.
+"""Hugging Face directories: weights in one file, or in shards with an index.
 
 The files are safetensors, or of `torch.save` (``pytorch_model.bin``). If a directory has only files of a
 variant (``model.fp16.safetensors``), these are read. Small files beside the weights (``config.json``, the

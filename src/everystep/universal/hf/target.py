@@ -1,4 +1,4 @@
-"""Hugging Face directories: shards with an index, as ``from_pretrained`` opens them, and carried files.
+"""Hugging Face directories: shards with an index, as ``from_pretrained`` opens them, and config files.
 
 ``from_pretrained`` gives random weights to a parameter that it does not find. So names lose the prefixes of
 wrappers, and must be those of the model that ``config.json`` names. A tied weight is written under one name

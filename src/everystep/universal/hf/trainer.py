@@ -80,7 +80,7 @@ def _model(path: str) -> dict[str, SourceLeaf | StoredTensor]:
 
 
 def _random(path: str, facts: dict[str, str]) -> dict[str, Any]:
-    """The states of random generators. Nothing depends on them: one that cannot be read is only told."""
+    """The states of random generators. One that cannot be read becomes a fact, not an error."""
     states: dict[str, Any] = {}
     for name in sorted(os.listdir(path)):
         matched = _RANDOM.fullmatch(name)

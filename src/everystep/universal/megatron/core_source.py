@@ -1,6 +1,6 @@
 """Megatron-Core's distributed checkpoints in their ``torch_dist`` form: ``iter_N`` with ``metadata.json``.
 
-Beside ``.metadata`` and ``*.distcp``, as DCP writes them, there is ``common.pt`` with what is no tensor.
+Beside ``.metadata`` and ``*.distcp``, as DCP writes them, ``common.pt`` has all that is not a tensor.
 Newer versions have it as the object ``common_state``. Tensors are whole already: the pieces of ranks, stages
 and experts are boxes. Two things differ from names and shapes of the model:
 
@@ -47,7 +47,7 @@ _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
-    """What was found, or None if this is nothing that `describe` reads."""
+    """What was found there, for messages; None if `describe` does not read it."""
     try:
         config = _read_config(checkpoint_directory(os.fspath(path)))
     except (OSError, ValueError, CorruptCheckpoint):

@@ -81,7 +81,7 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> RankOptimize
 
 
 def _shape(state: Mapping[Any, Any], index: object, master: Sequence[Any], at: int) -> tuple[int, ...] | None:
-    """The shape of a parameter as its state tells; None if it has no state (never stepped)."""
+    """The shape of a parameter, from its state; None if it has no state (never stepped)."""
     first = master[at] if at < len(master) else None
     if isinstance(first, StoredTensor):
         return first.shape

@@ -29,7 +29,7 @@ _FILE = "model_optim_rng.pt"
 
 
 def prepare(job: Job) -> tuple[Job, tuple[str, ...]]:
-    """The job with what Megatron's files have a place for: the model, and the optimizer's state of it."""
+    """The job with the model and its optimizer's state only: Megatron's files have no place for more."""
     if not any(item.name.startswith(MODEL) for item in job.items):
         raise StateMismatch(
             f"{job.checkpoint.path}: no leaf is named {MODEL}*, so that there is no model to write"

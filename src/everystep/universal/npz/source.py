@@ -31,7 +31,7 @@ WANTED = "a file that ends in .npz"
 
 _BLOCK_NBYTES = 1 << 20
 _MAX_HEAD_NBYTES = 16 << 10
-"""More than numpy itself believes of a header."""
+"""More than numpy itself accepts as a header."""
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -44,7 +44,7 @@ _DAMAGE = (
 
 
 class _Head(NamedTuple):
-    """What a member says of its array; `nbytes` is the size of what it says that in."""
+    """The header of a member: its array's type, shape and order, and the header's own length."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

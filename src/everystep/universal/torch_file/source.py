@@ -37,7 +37,7 @@ _ALLOWED = frozenset(
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
-    """What was found, or None if this is nothing that `describe` reads."""
+    """What was found there, for messages; None if `describe` does not read it."""
     path = os.fspath(path)
     if os.path.isfile(os.path.join(path, TRAINER_STATE)):
         return f"a Hugging Face Trainer checkpoint ({TRAINER_STATE})"

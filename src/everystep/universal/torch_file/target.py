@@ -33,7 +33,7 @@ def write(job: Job) -> None:
 
 
 def check(job: Job, path: str) -> None:
-    """With torch's own reader."""
+    """Reads the result with torch's own reader, and compares."""
     torch = load_torch()
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -48,7 +48,7 @@ _opened: ContextVar[dict[Place, None] | None] = ContextVar("opened", default=Non
 
 @contextmanager
 def noting_archives() -> Iterator[dict[Place, None]]:
-    """Inside of this, the archives that readers open are noted, each once."""
+    """Collects the archives that readers open in the block, each once."""
     found: dict[Place, None] = {}
     token = _opened.set(found)
     try:
