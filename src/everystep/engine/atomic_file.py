@@ -82,7 +82,7 @@ def file_to_replace(path: str, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def synced_file(path: str) -> Iterator[BinaryIO]:
-    """A new file to write whose bytes are durable when the block ends; its name is so with its directory."""
+    """A new file to write. Its bytes are durable when the block ends. Its directory still needs a sync."""
     native = NewFile(path)
     try:
         with io.BufferedWriter(_Raw(native)) as file:

@@ -81,7 +81,7 @@ def choose_read_backend(
 
 
 def _read_trial(path: str | os.PathLike[str]) -> Backend:
-    """Where no trial write is possible, a direct read of the file's first block tells."""
+    """Finds out by a direct read of the file's first block, if no trial write is possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:

@@ -42,7 +42,7 @@ class Latch:
             waiting.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it was set in time; None: without limit."""
+        """Waits until it is set, at most `timeout` seconds. Returns whether it is set."""
         if self._is_set:
             return True
         mine = _thread.allocate_lock()

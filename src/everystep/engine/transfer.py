@@ -53,7 +53,7 @@ class ReadPiece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk whose bytes are not those that were written."""
+    """A chunk that fails verification."""
 
     piece: int
     chunk: int
@@ -124,7 +124,7 @@ class WriteJob:
         return self.native.wait_for_nbytes(nbytes, timeout)
 
     def fresh(self) -> bool:
-        """Whether its name in its directory is a new one, that a sync of the directory makes durable."""
+        """Whether the file has a new name, which only a sync of its directory makes durable."""
         return self.native.fresh()
 
     def truncate(self, nbytes: int) -> None:

@@ -90,7 +90,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether `inner` lies in `outer`; by position, also when `inner` is empty."""
+    """Whether `inner` lies in `outer`. An empty box is judged by its position, too."""
     return len(outer.start) == len(inner.start) and all(
         a <= b and b + m <= a + n
         for a, n, b, m in zip(outer.start, outer.shape, inner.start, inner.shape, strict=True)
@@ -165,7 +165,7 @@ def _cut_range(
 
 
 def subtract(box: Box, holes: Iterable[Box]) -> list[Box]:
-    """What is left of a box without the elements of others, as disjoint boxes.
+    """The rest of a box without the elements of others, as disjoint boxes.
 
     For naming what is missing: the work grows with the number of holes times that of boxes left.
     """

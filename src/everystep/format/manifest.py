@@ -299,7 +299,7 @@ def _check_frame(data: bytes | bytearray, where: str) -> None:
 
 
 def _digest(data: bytes | bytearray) -> bytes:
-    """Of the file with zeros for its digits. A bytearray is changed for a moment, not copied."""
+    """The digest of the file with zeros for its digits. Changes a bytearray for a moment, without a copy."""
     zeroed = data if type(data) is bytearray else bytearray(data)
     digits = zeroed[_DIGITS]
     zeroed[_DIGITS] = _ZEROS.encode()

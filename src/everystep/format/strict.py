@@ -72,7 +72,7 @@ def reject_deep_nesting(data: bytes | bytearray, max_depth: int, where: str) -> 
 def more_values_than(limit: int, data: bytes | bytearray) -> bool:
     """Whether `data` has more JSON values. Each is preceded by a comma or an opening bracket.
 
-    Those inside of strings count for nothing, but are rarely so many that it takes a look at the strings.
+    Those inside of strings do not count, but only if there are many does it look at the strings.
     """
     if len(data) <= limit or _count_openings(data, 0, len(data)) <= limit:
         return False

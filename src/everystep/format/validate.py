@@ -143,7 +143,7 @@ class _PlainLeaves:
         self._accepted: list[Leaf] = []
 
     def accept(self, leaf: Leaf) -> bool:
-        """Whether a leaf is such a one, and right but for its checksums; adds its bytes to the extents."""
+        """Whether a leaf is of this kind, and valid but for its checksums. Adds its bytes to the extents."""
         if len(leaf.fragments) != 1:
             return False
         fragment = leaf.fragments[0]
@@ -182,7 +182,7 @@ class _PlainLeaves:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a leaf of this name is some rank's own."""
+    """Whether a name is one of rank-local leaves."""
     return _OWN_NAME.match(name) is not None
 
 

@@ -102,7 +102,7 @@ def part_of_source(source: ByteSource, shape: tuple[int, ...], size: int, box: B
 
 
 def part_of_destination(where: Destination, shape: tuple[int, ...], size: int, box: Box) -> Destination:
-    """Where the bytes of a box go, of an array that is filled at `where`."""
+    """The memory of a box of an array whose memory is `where`."""
     if box.shape == shape:
         return where
     if not isinstance(where, Consumed):

@@ -53,7 +53,7 @@ class ShardLayout(Struct, frozen=True):
         return [WritePiece(begin, leaf.source) for leaf, begin in zip(self.leaves, self.begins, strict=True)]
 
     def plan(self) -> ShardPlan:
-        """With a header that says what is where, and no more."""
+        """The plan with a header that says only what is where."""
         return self.behind(encode_header(self.table, self.metadata))
 
     def behind(self, header: bytes) -> ShardPlan:
@@ -114,7 +114,7 @@ _known: dict[_Signature, tuple[ShardLayout, tuple[int, ...]]] = {}
 
 
 def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
-    """All that the places of leaves depend on; None for many, or where it is also on addresses."""
+    """Everything that the places of leaves depend on. None for many leaves, and if addresses matter, too."""
     if sum(map(len, groups)) > _FEW:
         return None
     found = []

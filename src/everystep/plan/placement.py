@@ -345,7 +345,7 @@ def _overlaps(intervals: Intervals, low: int, high: int) -> Iterator[tuple[int, 
 
 
 def _meets(intervals: Intervals, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """The global range `low` to `high`, as far as it is held, as (global start, local start, length)."""
+    """The held parts of the global range `low` to `high`, as (global start, local start, length)."""
     at = 0
     for start, stop in intervals:
         begin, end = max(low, start), min(high, stop)

@@ -141,7 +141,7 @@ class ReplicaGroup:
         return self._places[leaf, placement]
 
     def cut(self, number: int, start: int, stop: int) -> Iterator[Owned]:
-        """What a stream has between two cuts."""
+        """The parts of a stream between two cuts."""
         stream = self.stream(number)
         for place, first, last in stream.byte_stream.between(start, stop):
             leaf, placement = self.members[place]

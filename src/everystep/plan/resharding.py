@@ -90,7 +90,7 @@ class MissingBox:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read, in the order of parts, files and offsets; and what is not there to be read."""
+    """What to read, in the order of parts, files and offsets; and what no fragment holds."""
 
     reads: tuple[RangeRead, ...]
     missing: tuple[MissingBox, ...]

@@ -124,7 +124,7 @@ def empty(like: Any) -> BoxedArray:
 
 
 def placed(like: Any, filled: BoxedArray, *, weak: bool) -> Any:
-    """The array whose boxes have been filled, where `like` is."""
+    """The filled boxes as an array on the devices of `like`."""
     import jax
 
     parts = {box: part.view(np.dtype(like.dtype)) for box, part in filled.boxes}

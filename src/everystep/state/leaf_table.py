@@ -50,7 +50,7 @@ class LeafTable:
         return len(self.leaves) + len(self.aliases)
 
     def reserve(self, place: str) -> str:
-        """The name of a place whose array is not here, or is no array."""
+        """Takes the name of a place for an array that is not here, or for something else than an array."""
         name = self._free_name(place)
         self._used.add(name)
         return name

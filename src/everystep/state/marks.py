@@ -47,7 +47,7 @@ def rank_zero(obj: T) -> RankZero[T]:
 
 
 class RankMark(Generic[T]):
-    """A part of a state, as `value`, and by its class whose it is."""
+    """A marked part of a state. The class says which ranks it belongs to."""
 
     __slots__ = ("value",)
 

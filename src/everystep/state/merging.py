@@ -58,7 +58,7 @@ def _merge(nodes: Sequence[Node], depth: int) -> Node:
 
 
 def kind_of(node: Node) -> str | None:
-    """What can be merged with its like; None for what stands for itself."""
+    """The kind of a node that can be merged with nodes of the same kind; None for all others."""
     if type(node) is list:
         return _LIST
     if type(node) is not dict:
@@ -110,7 +110,7 @@ def _merge_pairs(mappings: Sequence[dict[object, tuple[Node, Node]]], depth: int
 
 
 def is_optimizer(entries: Mapping[Any, Node]) -> bool:
-    """Whether these are state by parameter, and groups that list the parameters they apply to."""
+    """Whether this is an optimizer's state: state by parameter, and groups that list their parameters."""
     groups = entries.get(GROUPS)
     if _STATE not in entries or pairs_of(entries[_STATE]) is None or type(groups) is not list:
         return False

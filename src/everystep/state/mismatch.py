@@ -105,7 +105,7 @@ class Mismatch:
         return f"\n  {said}" if said is not None else ""
 
     def with_extra(self, names: Iterable[str]) -> Mismatch:
-        """With more that only the checkpoint has."""
+        """The same, with more names that only the checkpoint has."""
         return replace(self, extra=(*self.extra, *names))
 
     def error(self, where: str = "") -> StateMismatch:
@@ -177,7 +177,7 @@ class Mismatch:
         return f"{said}, and rename={{{_quoted(there)}: {_quoted(inner)}}}."
 
     def nothing(self, where: str) -> StateMismatch:
-        """For a restore of what fits, when no array does."""
+        """The error message of a restore of what fits, if no array fits."""
         sides = [
             f"{title} ({len(names)}):\n    " + "\n    ".join(_abridged(names, _FEW))
             for title, names in (

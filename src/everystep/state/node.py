@@ -101,7 +101,7 @@ def leaf_of(node: Node) -> str | None:
 
 
 def tensor_body(body: Node) -> tuple[str, bool, bool]:
-    """Of a leaf that is more than a plain tensor: its name, whether it is a parameter, `requires_grad`."""
+    """The name of a leaf that is more than a plain tensor, whether it is a parameter, and `requires_grad`."""
     if type(body) is list and len(body) == 3:
         name, is_parameter, requires_grad = body
         if type(name) is str and type(is_parameter) is bool and type(requires_grad) is bool:
@@ -138,9 +138,9 @@ def per_rank_of(node: Node) -> str | None:
 
 
 def localized(tree: Node, local: Mapping[str, Node] | None) -> Node:
-    """The tree with what this rank keeps for itself where each rank's own belongs, as far as `local` has it.
+    """The tree, with this rank's own nodes (from `local`) in the places that each rank fills itself.
 
-    What holds none of it is not copied.
+    Nodes without such a place are not copied.
     """
     return _localized(tree, local, 0) if local else tree
 
@@ -248,7 +248,7 @@ def state_dict_body(body: Node) -> tuple[Node, list[Node]]:
 
 
 def headed_body(tag: str, body: Node) -> tuple[Node, list[Node]]:
-    """What stands before the pairs of a mapping, and the pairs."""
+    """The head of a mapping that has one, and its pairs."""
     if type(body) is not list or not body:
         corrupt(f"{tag} needs {HEADED[tag]} and then pairs")
     return body[0], body[1:]
@@ -260,9 +260,9 @@ def collide(keys: Collection[Hashable]) -> bool:
 
 
 def without_order(node: Node, tags: Collection[str] = UNORDERED) -> Node:
-    """The node with the members of sets sorted, whose order every process has for itself.
+    """The node with the members of sets sorted, because their order differs between processes.
 
-    `tags`: of the nodes to sort.
+    `tags`: which nodes to sort.
     """
     if type(node) is list:
         return [without_order(item, tags) for item in node]
@@ -310,9 +310,9 @@ def references(node: Node, found: list[str]) -> None:
 
 
 def unmatched(trees: Iterable[Node], names: set[str], elsewhere: Collection[str] = ()) -> str | None:
-    """What is wrong unless trees refer to exactly the leaves and aliases of these names.
+    """A message if trees do not refer to exactly the leaves and aliases of these names; otherwise None.
 
-    They may refer to those that are `elsewhere`, too: other ranks have them.
+    They may also refer to leaves that are `elsewhere`, on other ranks.
     """
     found: list[str] = []
     for tree in trees:

@@ -205,7 +205,7 @@ def bytes_source(value: bytes | bytearray, place: str) -> Memory | Produced:
 
 
 def destination(array: Array) -> Memory | Strided | None:
-    """Where to read an array's bytes to, in place; None when it cannot be written so."""
+    """The memory to read an array's bytes into; None if it cannot be written in place."""
     if not array.flags.writeable or overlaps_itself(array.shape, array.strides):
         return None
     return source(array)

@@ -81,7 +81,7 @@ _FLAG = re.compile(r"[a-z_]{1,64}", re.ASCII)
 
 
 def is_config(value: object) -> bool:
-    """Whether the value is a configuration of OmegaConf, of none but its own classes."""
+    """Whether the value is a configuration of OmegaConf, and of no subclass."""
     return _kind(type(value)) in _CONTAINERS
 
 
@@ -107,7 +107,7 @@ def _fits(kind: str, single: object) -> bool:
 
 
 def name_of_class(kind: type, place: str) -> str:
-    """That of the class of a configuration, which Lightning stores beside it."""
+    """The name of a configuration's class, which Lightning stores beside it."""
     if _kind(kind) in _CONTAINERS:
         return kind.__name__
     raise unsupported(place, f"it is the class {kind.__module__}.{kind.__qualname__}. Store its name instead")

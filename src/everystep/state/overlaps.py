@@ -28,7 +28,7 @@ _AT_ONCE_NBYTES = 1 << 20
 
 
 def clash(where: Host, stored: Host, others: Sequence[tuple[str, Host]]) -> str | None:
-    """The name of the other whose bytes would change if `where` became as it is stored; None for no other."""
+    """The name of another array whose bytes would change if `where` were filled; None if there is none."""
     here = _bytes(where)
     for addresses in _unlike(here, _bytes(stored).reshape(here.shape), where.address):
         for name, other in others:
@@ -55,7 +55,7 @@ def _unlike(here: _Bytes, wanted: _Bytes, address: int) -> Iterator[_Addresses]:
 
 
 def _lie_in(addresses: _Addresses, where: Host) -> bool:
-    """Whether any of these addresses is one of an element's, not only between two of them."""
+    """Whether an element of `where` lies at one of these addresses. Strided memory has gaps."""
     low, end = span(where)
     offsets = addresses[(addresses >= low) & (addresses < end)] - low
     if isinstance(where, Memory):
@@ -94,7 +94,7 @@ class FilledMemory:
         self._arrays.append(array)
 
     def covers(self, array: Any) -> bool:
-        """Whether all bytes of an array are filled. Never for one without bytes here."""
+        """Whether all bytes of an array are filled. False for one that has no bytes here."""
         self._look()
         found = _extent(array)
         if found is None:

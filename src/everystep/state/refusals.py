@@ -11,7 +11,7 @@ def unsupported(place: str, reason: str) -> UnsupportedState:
 
 
 def unfillable(place: str, reason: str) -> UnsupportedState:
-    """As `unsupported`, of a target: what cannot be saved cannot be restored into, either."""
+    """As `unsupported`, for a target: what cannot be saved cannot be filled either."""
     where = f"at {place!r}" if place else "of the load"
     return UnsupportedState(f"cannot restore into the target {where}: {reason}")
 

@@ -117,13 +117,13 @@ class RestoreContext:
         return lambda lookup: target
 
     def after_all(self, make: Callable[[], FillPlan]) -> FillPlan:
-        """The plan of what can be planned only when all else is, such as optimizers of parameters."""
+        """A plan that is made after all others, such as that of an optimizer, which depends on parameters."""
         made: list[FillPlan] = []
         self._last.append(lambda: made.append(make()))
         return lambda lookup: made[0](lookup)
 
     def settle(self) -> None:
-        """To be called when all has been walked: plans what waited for that, and finds what is missing."""
+        """Makes the plans that waited for all others, and finds what is missing. Call it after the walk."""
         for make in self._last:
             make()
         for place, target, arrays in self._absent:
@@ -167,7 +167,7 @@ class RestoreContext:
             self._extra.extend(names or ([place] if self.only.covers(place) else []))
 
     def others(self, node: Node) -> None:
-        """What the node holds belongs to other ranks."""
+        """Notes that what the node holds belongs to other ranks."""
         for name in leaf_names(node):
             if self.only is None or name in self.only:
                 self.elsewhere[name] = None
@@ -212,7 +212,7 @@ class RestoreContext:
     def refused(
         self, *, missing: Iterable[str] = (), extra: Iterable[str] = (), wrong: Iterable[str] = ()
     ) -> None:
-        """What a module that decides by itself did not take after all."""
+        """Adds what a module that decides by itself did not take."""
         self._missing.extend(missing)
         self._extra.extend(extra)
         self._wrong.extend(wrong)

@@ -205,7 +205,7 @@ def _let_decide(
 
 
 def _load(module: Any, state: Any, *, strict: bool) -> Any:
-    """What ``load_state_dict`` returns; a module's own one need not know of `strict`."""
+    """Calls ``load_state_dict``. A module's own version may not have the argument `strict`."""
     known = inspect.signature(module.load_state_dict).parameters
     if "strict" in known or any(one.kind is one.VAR_KEYWORD for one in known.values()):
         return module.load_state_dict(state, strict=strict)
@@ -214,7 +214,7 @@ def _load(module: Any, state: Any, *, strict: bool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Lenient:
-    """A module whose loading does not mind absent keys: what is absent has been reported already."""
+    """A module that ignores absent keys while it loads, because they have been reported already."""
 
     module: Any
     own: Any
@@ -255,7 +255,7 @@ def _customises_loading(module: Any) -> bool:
 
 
 def _takes_part(part: Any, *, is_whole: bool) -> bool:
-    """Whether a part of a module has code of its own that has to see what is loaded."""
+    """Whether a part of a module has its own code for loading."""
     from torch import nn
 
     if is_whole and type(part).load_state_dict is not nn.Module.load_state_dict:

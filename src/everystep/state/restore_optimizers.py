@@ -294,7 +294,7 @@ def _is_history_of_others(
     saved: _Saved,
     saved_key: dict[str, Any],
 ) -> bool:
-    """Whether saved state is one history of all parameters together, as LBFGS has it, and not of these."""
+    """Whether saved state is one history of all parameters (as LBFGS has it), but of other parameters."""
     from torch.optim import LBFGS
 
     if not isinstance(optimizer, LBFGS) or _customises_loading(optimizer) or not saved.state:
@@ -322,7 +322,7 @@ def _follows_parameters(optimizer: Any) -> bool:
 
 
 def _is_stray(key: Any, node: Node, saved: _Saved, claimed: set[Any]) -> bool:
-    """Whether this seems to be a parameter's state, and no group has the parameter.
+    """Whether this looks like a parameter's state although no group has the parameter.
 
     Optimizers may keep state that belongs to no parameter, under names of their own.
     """

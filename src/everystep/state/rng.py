@@ -106,7 +106,7 @@ class Rng:
         self._set(state, given)
 
     def release(self) -> None:
-        """With `hold`: continues every generator where it was saved, if a state has been restored since."""
+        """With `hold`: sets every generator to the state that was restored, if there is one."""
         state, self._held = self._held, None
         if state is not None:
             self._set(state, self._matched(state))

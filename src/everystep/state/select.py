@@ -25,7 +25,7 @@ _NOTHING: Node = {"$nothing": None}
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Part of a state: leaves by name, and all that is at some places or below them, values too.
+    """Part of a state: leaves by name, and everything at or below some places, including values.
 
     A place is the dotted name of a subtree or a value, such as ``optimizer`` or ``epoch``.
     """
@@ -37,11 +37,11 @@ class Selection:
         return name in self.leaves
 
     def covers(self, place: str) -> bool:
-        """Whether all that is at a place is selected."""
+        """Whether everything at a place is selected."""
         return any(_is_within(place, chosen) for chosen in self.places)
 
     def reaches(self, place: str) -> bool:
-        """Whether something at a place may be selected for its place."""
+        """Whether something at or below a place may be selected by place."""
         return any(_is_within(place, chosen) or _is_within(chosen, place) for chosen in self.places)
 
 
@@ -103,7 +103,7 @@ def _holds(node: Node, place: str, keep: Selection) -> bool:
 
 
 def _prune(node: Node, place: str, keep: Selection) -> Node:
-    """Of a node that holds something to keep."""
+    """Prunes a node that holds something to keep."""
     if reference_of(node) is not None or keep.covers(place):
         return node
     tag = tag_of(node)

@@ -22,7 +22,7 @@ from everystep.state.torch_arrays import torch_dtype, wrapper_refusal
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank has of an array: a plain tensor, None where it has nothing; and what it is a part of."""
+    """What this rank has of an array (a tensor, or None for nothing), and how it is distributed."""
 
     tensor: Any
     sharding: Sharding
@@ -51,7 +51,7 @@ _looks: dict[type, _Look | None] = {}
 
 
 def sharded_types() -> dict[type, _Look]:
-    """The classes of arrays that are parts, as far as they have been imported, and what tells their parts."""
+    """The imported classes of distributed arrays, each with the function that finds the part here."""
     meshed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     boxed = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
     found = {meshed: _held_of_dtensor, boxed: _held_of_sharded_tensor}

@@ -84,7 +84,7 @@ def array_destination(target: Any) -> Destination | None:
 
 
 def replaceable(target: Any) -> bool:
-    """Whether no in-place write can work, so that the place itself takes the new array."""
+    """Whether the array cannot be written in place, so that a new one replaces it."""
     if isinstance(target, np.ndarray):
         return True
     return numpy_arrays.overlaps_itself(tuple(target.shape), target.stride())
@@ -197,12 +197,12 @@ def has_arrays(value: Any, depth: int) -> bool:
 
 
 def is_value_target(value: object) -> bool:
-    """Whether a target is a value without arrays, which what was saved replaces."""
+    """Whether a target is a value without arrays. The saved value replaces it."""
     return is_value(value) or type(value) in (set, frozenset)
 
 
 def holds_strangers(value: Any, depth: int) -> bool:
-    """Whether a target has objects inside that could not be saved, so that there is no way to fill them.
+    """Whether a target has objects inside that could not be saved, and therefore cannot be filled.
 
     Subclasses of containers are such objects, too: they cannot be saved, because they would lose their type.
     """

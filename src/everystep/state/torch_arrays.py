@@ -269,13 +269,13 @@ def window_writer(tensor: Any) -> Callable[[memoryview, int], None]:
 
 
 def _as_bytes(tensor: Any) -> Any:
-    """Of a contiguous tensor. Its last step may be other than 1 if it has one element: no plain view."""
+    """A contiguous tensor as bytes. With one element its last stride may differ from 1: no plain view."""
     torch = load_torch()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def destination(tensor: Any) -> Destination | None:
-    """Where to read a tensor's bytes to, in place; None when it must be copied to by torch itself."""
+    """The memory to read a tensor's bytes into; None if only torch can copy into it."""
     if tensor.is_neg() or tensor.is_conj():
         return None
     if tensor.is_contiguous():

@@ -222,7 +222,7 @@ class OptimizerView:
 
 
 def optimizer_view(optimizer: Any, names: ParameterNames, state: object, place: str) -> OptimizerView:
-    """An optimizer that is part of `state`, whose modules' parameters have the given names."""
+    """A view of an optimizer in `state`. The names are those of the modules' parameters."""
     module = fsdp1.module_of(optimizer, (module for _, module in modules_in(state)), place)
     if module is not None:
         own = fsdp1.optimizer_state(module, optimizer)
@@ -248,7 +248,7 @@ def optimizer_view(optimizer: Any, names: ParameterNames, state: object, place: 
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether it is torch's optimizer that divides its state among ranks."""
+    """Whether it is torch's ``ZeroRedundancyOptimizer``, which divides its state among ranks."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 

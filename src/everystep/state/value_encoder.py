@@ -85,7 +85,7 @@ def _zone(value: ZoneInfo, place: str) -> Node:
 
 
 def _is_zone(key: str) -> bool:
-    """Whether the database has it: `ZoneInfo.from_file` takes any key."""
+    """Whether the time zone database has it. `ZoneInfo.from_file` takes any key."""
     try:
         ZoneInfo(key)
     except (ValueError, OSError, KeyError):
@@ -233,7 +233,7 @@ def _torch_size(value: tuple[int, ...], place: str) -> Node:
 
 
 def _learn_torch() -> bool:
-    """Add torch's value types to the table, once torch is there; whether there was anything to add."""
+    """Adds torch's value types to the table once torch is imported. Returns whether it added any."""
     import torch
 
     if torch.Size in ENCODERS:

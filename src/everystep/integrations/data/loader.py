@@ -206,7 +206,7 @@ class Loader:
         self._promised = None
 
     def _digest(self) -> str | None:
-        """Of the order of the current epoch, once something of it has been delivered."""
+        """The digest of the current epoch's order, once a batch of it has been delivered."""
         if self._position == 0:
             return None
         return self._promised if self._current is None else self._current[1].digest
@@ -230,7 +230,7 @@ class Loader:
         return _tickets(self._batches(), self._position, self._seed, self._place())
 
     def _place(self) -> tuple[int, ...]:
-        """Of the batches: with their numbers, what their random numbers come from."""
+        """Where the batches stand. With their numbers, their random numbers follow from it."""
         # The first batch after `dealt` samples is not that of the whole epoch: it must not have its numbers.
         after = (self._dealt,) if self._dealt else ()
         return self._epoch, self._order.rank, *after

@@ -42,7 +42,7 @@ class Order(ABC):
 
     @abstractmethod
     def epoch(self, seed: int, epoch: int, dealt: int) -> Epoch:
-        """Those of one epoch, but for its first `dealt` samples."""
+        """The batches of one epoch, without its first `dealt` samples."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class _Cut(Epoch):
 
 
 class OwnOrder(Order):
-    """By `Sampler`: any epoch's order is known from the seed alone."""
+    """The order of a `Sampler`: any epoch's order is known from the seed alone."""
 
     def __init__(self, sampler: Sampler, size: int | None, *, drop_last: bool, own_seed: bool) -> None:
         self.sampler = sampler
@@ -101,7 +101,7 @@ class OwnOrder(Order):
 
 
 class ForeignOrder(Order):
-    """By a sampler of indices that was made for torch."""
+    """The order of a sampler of indices that was made for torch."""
 
     def __init__(self, sampler: Any, size: int | None, *, drop_last: bool) -> None:
         _check_length(sampler, "sampler")
@@ -128,7 +128,7 @@ class ForeignOrder(Order):
 
 
 class BatchOrder(Order):
-    """By a batch sampler that was made for torch."""
+    """The order of a batch sampler that was made for torch."""
 
     def __init__(self, batch_sampler: Any) -> None:
         _check_length(batch_sampler, "batch_sampler")
@@ -191,7 +191,7 @@ def _rank(sampler: Any) -> int:
 
 
 def _run(samplers: Sequence[Any], seed: int, epoch: int) -> list[Any]:
-    """All that the first sampler gives in an epoch, with its random numbers a function of the place."""
+    """Everything that the first sampler gives in an epoch, with random numbers of seed and epoch only."""
     import torch
 
     source = seeding.stream(seed, seeding.SAMPLER, epoch)

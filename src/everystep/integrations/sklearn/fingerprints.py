@@ -69,5 +69,5 @@ def _shape(array: Any) -> str:
 
 
 def _checksum(array: np.ndarray[Any, Any]) -> str:
-    """Of all bytes, by one thread: on two cores, memory is what limits it, and several took longer."""
+    """The checksum of all bytes. Memory limits it: on two cores, several threads took longer than one."""
     return f"{xxh3_64(memoryview(array.reshape(-1).view(np.uint8).data)):016x}"

@@ -176,7 +176,7 @@ class _Runs(FitProgress):
         return True
 
     def answers(self) -> bool:
-        """Whether the present iteration was complete."""
+        """Whether the shelf has the result of the present iteration."""
         return self.run < len(self.stored) and self.iteration < len(self.stored[self.run])
 
     def next_bound(self) -> Any:
