@@ -375,3 +375,23 @@ def test_the_page_needs_nothing_from_elsewhere(whole: Path) -> None:
     assert all(address.startswith("#") for address in Page(text).addresses)
     assert "http" not in text
     assert "<script" not in text
+
+
+def test_a_new_process_builds_again_what_was_built_and_a_build_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    class Recording(FrameworkProcess):
+        def _tell(self, order: Any, *rest: Any) -> list[dict[str, Any]]:
+            told.append(order)
+            return super()._tell(order, *rest)
+
+    with Recording("fake", FAKE, tmp_path, 5.0) as process:
+        process.ask(orders.build, model="mlp", quick=True, seed=0)
+        process.kill()
+        process.ask(orders.prepare, mechanism="checked")
+        process.kill()
+        process.ask(orders.build, model="mlp", quick=True, seed=1)
+    first = [orders.hello, orders.build]
+    assert told == [*first, *first, orders.prepare, *first]

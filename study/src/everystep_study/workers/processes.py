@@ -122,10 +122,6 @@ class Workers(ABC):
         self._children: list[Child] = []
         self._why_not: str | None = None
 
-    @property
-    def _all(self) -> str:
-        return "its process"
-
     @abstractmethod
     def _start(self) -> Iterator[Child]:
         """Starts the processes."""
@@ -133,6 +129,11 @@ class Workers(ABC):
     @abstractmethod
     def _prepare(self) -> None:
         """The first orders to processes that have just been started."""
+
+    @property
+    def _all(self) -> str:
+        """What messages call them; `_name` is one of them."""
+        return "its process"
 
     def _name(self, which: int) -> str:
         return "its process"
@@ -268,13 +269,15 @@ class FrameworkProcess(Workers):
         super().__init__(folder, seconds, end)
         self.hello: dict[str, Any] = {}
         """What the framework says of itself, once it has been started."""
-        self._name_, self._entry = name, entry
+        self._label, self._entry = name, entry
         self._built: dict[str, Any] | None = None
 
     def ask(self, order: Order, seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
         if order is orders.build:
-            self._built, seconds = arguments, START_SECONDS
+            self._built, seconds = None, START_SECONDS  # a new process need not build what this replaces
         (found,) = self.tell(order, seconds, **arguments)
+        if order is orders.build:
+            self._built = arguments
         return found
 
     def _start(self) -> Iterator[Child]:
@@ -285,10 +288,10 @@ class FrameworkProcess(Workers):
                 raise FrameworkMissing(
                     f"its environment is not built: everystep study setup {self._entry.environment}"
                 )
-            bridge = self.folder / f"{self._name_}-path"
+            bridge = self.folder / f"{self._label}-path"
             python, path = found, str(bridge if bridge.exists() else environments.bridge(bridge))
         variables = {"PYTHONPATH": path, "PATH": f"{python.parent}:{os.environ['PATH']}"}
-        yield Child(str(python), self.folder / f"{self._name_}.log", variables)
+        yield Child(str(python), self.folder / f"{self._label}.log", variables)
 
     def _prepare(self) -> None:
         (self.hello,) = self._tell(orders.hello, START_SECONDS, {"module": self._entry.module})
