@@ -22,7 +22,7 @@ from everystep.integrations.deepspeed.tags import TagTransaction
 from everystep.paths import local_path
 from everystep.state import flatten
 from everystep.store import Commit, Options, Transaction, check_step, whole
-from everystep.store.save_errors import as_failed_save
+from everystep.store.save_errors import saving
 
 _WRITERS: Final = 4
 """Files that a rank writes at a time: each takes staging of its own."""
@@ -93,10 +93,10 @@ class TagSave:
     def _try(self, act: Callable[[], object]) -> None:
         """Keeps the first failure, of whatever kind, for `_agree`: the others must not wait for this rank."""
         try:
-            act()
+            with saving(self.path):
+                act()
         except Exception as error:
-            failed = as_failed_save(error, self.path)
-            self._failure = self._failure or (failed if isinstance(failed, Exception) else error)
+            self._failure = self._failure or error
 
     def _agree(self) -> None:
         """Raises on all ranks if one of them has failed."""
