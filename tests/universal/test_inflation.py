@@ -18,30 +18,32 @@ import everystep
 from everystep import inspect, universal
 from everystep.errors import CorruptCheckpoint, DecompressionBomb
 from everystep.universal import inflation
-from everystep.universal.inflation import ALWAYS_NBYTES
 from support.processes.command import command
 
-NBYTES = ALWAYS_NBYTES // 4
+REAL_NBYTES = inflation.ALWAYS_NBYTES
+LOW_NBYTES = 4 << 20
+"""What is never refused in these tests: the rule is the same, and it takes less to make bombs."""
+NBYTES = LOW_NBYTES // 4
 COUNT = 5
 """Arrays, of which each alone is allowed."""
 ANY = everystep.Options(max_inflation=math.inf)
 
 
-def npz(path: Path, nbytes: int = NBYTES) -> None:
-    np.savez_compressed(path, **{f"w{number}": np.zeros(nbytes, np.uint8) for number in range(COUNT)})
+def npz(path: Path) -> None:
+    np.savez_compressed(path, **{f"w{number}": np.zeros(NBYTES, np.uint8) for number in range(COUNT)})
 
 
-def hdf5(path: Path, nbytes: int = NBYTES) -> None:
+def hdf5(path: Path) -> None:
     with h5py.File(path, "w") as file:
         for number in range(COUNT):
-            zeros = np.zeros(nbytes, np.uint8)
+            zeros = np.zeros(NBYTES, np.uint8)
             file.create_dataset(f"w{number}", data=zeros, chunks=(1 << 20,), compression="gzip")
 
 
 def hdf5_of_fill_values(path: Path) -> None:
     with h5py.File(path, "w") as file:
         for number in range(COUNT):
-            file.create_dataset(f"w{number}", (NBYTES,), np.uint8, chunks=(1 << 20,))
+            file.create_dataset(f"w{number}", (REAL_NBYTES // 4,), np.uint8, chunks=(1 << 20,))
 
 
 def overlapping_views(path: Path) -> None:
@@ -72,11 +74,9 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def low(monkeypatch: pytest.MonkeyPatch) -> int:
-    """What is never refused, for tests that inflate or write all of a bomb: the rule is the same."""
-    monkeypatch.setattr(inflation, "ALWAYS_NBYTES", 1 << 20)
-    return inflation.ALWAYS_NBYTES
+@pytest.fixture(autouse=True)
+def _low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflation, "ALWAYS_NBYTES", LOW_NBYTES)
 
 
 CALLS: dict[str, Callable[[Path, Path], object]] = {
@@ -106,7 +106,7 @@ def test_every_call_refuses_what_would_become_far_more(
 @pytest.mark.parametrize("name", ["a.npz", "a.h5", "a.pt"])
 def test_it_is_read_if_it_is_allowed(bombs: Path, name: str) -> None:
     found = inspect.describe(bombs / name, options=ANY)
-    assert found.nbytes > ALWAYS_NBYTES
+    assert found.nbytes > LOW_NBYTES
     with everystep.open(bombs / name, options=ANY) as checkpoint:
         assert not checkpoint.read("w1")["w1"].any()
     exactly = math.ceil(found.nbytes / os.path.getsize(bombs / name))
@@ -115,19 +115,19 @@ def test_it_is_read_if_it_is_allowed(bombs: Path, name: str) -> None:
         inspect.describe(bombs / name, options=everystep.Options(max_inflation=exactly - 1))
 
 
-def test_the_option_reaches_conversion_and_verification(tmp_path: Path, low: int) -> None:
-    npz(tmp_path / "a.npz", low)
+def test_the_option_reaches_conversion_and_verification(tmp_path: Path) -> None:
+    npz(tmp_path / "a.npz")
     with pytest.raises(DecompressionBomb):
         everystep.verify(tmp_path / "a.npz")
     assert everystep.verify(tmp_path / "a.npz", options=ANY).intact
     assert universal.convert(tmp_path / "a.npz", tmp_path / "x", select="w1", options=ANY).leaves == 1
 
 
-def test_a_bomb_that_is_no_array_is_not_inflated_to_check_its_crc(tmp_path: Path, low: int) -> None:
+def test_a_bomb_that_is_no_array_is_not_inflated_to_check_its_crc(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.zeros(3)}, path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/extra/0", bytes(low + 1))
+        archive.writestr("archive/extra/0", bytes(LOW_NBYTES + 1))
     with pytest.raises(DecompressionBomb):
         everystep.verify(path)
     assert everystep.verify(path, options=ANY).intact
@@ -144,12 +144,21 @@ def test_the_header_of_an_array_is_not_inflated_beyond_what_any_takes(tmp_path: 
         everystep.load(tmp_path / "a.npz")
 
 
-def test_arrays_of_zeros_up_to_the_limit_are_no_bomb(tmp_path: Path, low: int) -> None:
-    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(low - 4096, np.uint8))
+def test_arrays_of_zeros_up_to_the_limit_are_no_bomb(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(LOW_NBYTES - 4096, np.uint8))
     assert everystep.verify(tmp_path / "a.npz").intact
-    np.savez_compressed(tmp_path / "b.npz", w=np.zeros(low + 1, np.uint8))
+    np.savez_compressed(tmp_path / "b.npz", w=np.zeros(LOW_NBYTES + 1, np.uint8))
     with pytest.raises(DecompressionBomb):
         everystep.verify(tmp_path / "b.npz")
+
+
+def test_256_mib_are_never_refused(bombs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflation, "ALWAYS_NBYTES", REAL_NBYTES)
+    assert REAL_NBYTES == 256 << 20
+    with everystep.open(bombs / "a.npz") as checkpoint:
+        assert checkpoint.nbytes == COUNT * NBYTES
+    with pytest.raises(DecompressionBomb):
+        everystep.open(bombs / "b.h5")
 
 
 @pytest.mark.parametrize("given", [0, 0.5, -1, math.nan, None, True, "100"])
@@ -160,12 +169,11 @@ def test_what_is_no_ratio_is_an_error(given: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [("show",), ("verify",), ("export", "x.safetensors"), ("convert", "x")])
 def test_the_command_refuses_it_and_has_the_option(
-    tmp_path: Path, low: int, arguments: tuple[str, ...]
+    bombs: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    hdf5(tmp_path / "a.h5", low)
     verb, *rest = arguments
     outputs = [str(tmp_path / name) for name in rest]
-    found = command(verb, str(tmp_path / "a.h5"), *outputs)
+    found = command(verb, str(bombs / "a.h5"), *outputs)
     assert found.code == 1
     assert "--max-inflation" in found.err
-    assert command(verb, str(tmp_path / "a.h5"), *outputs, "--max-inflation", "inf").code == 0
+    assert command(verb, str(bombs / "a.h5"), *outputs, "--max-inflation", "inf").code == 0
