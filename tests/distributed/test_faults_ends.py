@@ -94,9 +94,9 @@ def test_one_rank_raises(tmp_path: Path, mode: Mode, failing: int) -> None:
 class _Asked(everystep.Checkpointer):
     """Is asked to end, as by a launcher that has seen a rank die, while it closes."""
 
-    def close(self, error: BaseException | None = None) -> None:
+    def _close(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        super().close(error)
+        super()._close()
 
 
 def _end_beside_a_dead_rank(run: Path, dead: int) -> None:
