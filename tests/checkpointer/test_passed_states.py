@@ -30,9 +30,7 @@ def test_each_save_stores_the_state_it_is_given(tmp_path: Path) -> None:
         with Checkpointer(tmp_path) as ckpt:
             assert ckpt.mode == "overlap"
             for step in (1, 2, 3):
-                ckpt.save(
-                    step, {"w": fixed(step), "steps": (step, [np.float32(step)])}, metrics={"loss": 1 / step}
-                )
+                ckpt.save(step, {"w": fixed(step), "steps": (step, [np.float32(step)])}, {"loss": 1 / step})
             ckpt.wait()
             assert [(event.in_place_nbytes, event.copied_nbytes) for event in saved(ckpt)] == [
                 (2_400_000, 0)

@@ -188,7 +188,7 @@ class Checkpointer:
     # --- saving
 
     def save(
-        self, step: int, state: object = None, *, metrics: Mapping[str, float] | None = None
+        self, step: int, state: object = None, metrics: Mapping[str, float] | None = None
     ) -> PendingSave | None:
         """Saves the state after `step` completed steps.
 
