@@ -97,7 +97,7 @@ class RemoteShards:
         return [read for read in reads if (read.rank, read.file) not in unseen]
 
     @property
-    def is_distributed(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether any rank wants what it does not see; the same on all ranks."""
         return bool(self._readers)
 

@@ -238,7 +238,7 @@ class _Load:
                 checkpoint._reader.fetch(wanted, verify=verify)
             else:
                 checkpoint._reader.carry_out(reads, verify=verify)
-        if elsewhere is not None and elsewhere.is_distributed:
+        if elsewhere is not None and elsewhere.is_needed:
             with self._meeting.all_or_none():
                 elsewhere.transfer()
 
