@@ -25,7 +25,7 @@ from everystep.store.locks import require_current
 from everystep.store.names import PARTIAL
 
 
-class Underway:
+class DcpSave:
     """One save of this process. The coordinator's has the directory; other ranks know where it must be."""
 
     def __init__(self, target: str, *, overwrite: bool, is_coordinator: bool) -> None:
@@ -133,4 +133,4 @@ class Underway:
 
 
 _lock = threading.Lock()
-_saves: dict[str, Underway] = {}
+_saves: dict[str, DcpSave] = {}

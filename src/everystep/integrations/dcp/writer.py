@@ -34,7 +34,7 @@ from everystep.errors import Locked, RanksDisagree, SaveFailed, UnsupportedState
 from everystep.format.geometry import Box, disjoint
 from everystep.format.manifest import encode_root, part_ref
 from everystep.format.records import PartRef
-from everystep.integrations.dcp.dcp_save import Underway
+from everystep.integrations.dcp.dcp_save import DcpSave
 from everystep.integrations.dcp.ignored_arguments import ignore_tuning
 from everystep.integrations.dcp.paths import path_of, valid_path
 from everystep.state import FragmentPlace, LeafSource, Node
@@ -128,7 +128,7 @@ class Writer(StorageWriter):
         self._save_id = os.urandom(16).hex()
         self._has_begun = False
         self._coordinator = 0
-        self._underway: Underway | None = None
+        self._save: DcpSave | None = None
         self._end: weakref.finalize | None = None  # type: ignore[type-arg]
 
     @property
@@ -172,18 +172,18 @@ class Writer(StorageWriter):
         if self._has_begun:  # DCP calls `reset` only if it is given a path
             self._renew()
         self._has_begun = True
-        self._underway = Underway(target, overwrite=self._overwrite, is_coordinator=is_coordinator)
-        self._end = self._underway.belongs_to(self)
+        self._save = DcpSave(target, overwrite=self._overwrite, is_coordinator=is_coordinator)
+        self._end = self._save.belongs_to(self)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        underway = self._current()
-        if underway.is_coordinator:
+        save = self._current()
+        if save.is_coordinator:
             try:
-                with saving(underway.target):
-                    step = _step_in(underway.target) if self._step is None else self._step
-                    underway.make(step, self._metrics, self._tuning, self._save_id)
+                with saving(save.target):
+                    step = _step_in(save.target) if self._step is None else self._step
+                    save.make(step, self._metrics, self._tuning, self._save_id)
             except BaseException:
-                underway.abort()
+                save.abort()
                 raise
         return plan
 
@@ -199,20 +199,20 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         from torch.futures import Future
 
-        underway = self._current()
+        save = self._current()
         try:
-            with saving(underway.target), underway.at_work():
-                results = self._write(plan, planner, underway)
+            with saving(save.target), save.at_work():
+                results = self._write(plan, planner, save)
         except BaseException:
-            underway.abort()
+            save.abort()
             raise
         if plan.storage_data != 0:
-            underway.close()  # what is left to do is the coordinator's
+            save.close()  # what is left to do is the coordinator's
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, underway: Underway) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner, save: DcpSave) -> list[WriteResult]:
         from torch.distributed.checkpoint.storage import WriteResult
 
         number: int = plan.storage_data
@@ -222,7 +222,7 @@ class Writer(StorageWriter):
                 "with enable_plan_caching=True cache by class: derive a class for each kind of writer"
             )
         ref: PartRef | None = None
-        with underway.opened() as directory:
+        with save.opened() as directory:
             leaves, told = _sources(plan.items, planner)
             with ShardWriter(number, [leaves], self._tuning) as writer:
                 writer.start(directory, recycle=False)
@@ -230,7 +230,7 @@ class Writer(StorageWriter):
                 part = part_of(number, writer.files(), writer.leaves())
                 if number == 0:
                     writer.sync(directory)
-                    underway.part = part
+                    save.part = part
                 elif leaves:
                     ref = part_ref(part, writer.sync(directory, part))
         sizes = iter(leaves)
@@ -244,24 +244,24 @@ class Writer(StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        underway = self._current()
+        save = self._current()
         try:
-            with saving(underway.target), underway.at_work():
-                self._commit(underway, metadata, results)
+            with saving(save.target), save.at_work():
+                self._commit(save, metadata, results)
         except BaseException:
-            underway.abort()
+            save.abort()
             raise
-        underway.close()
+        save.close()
 
-    def _commit(self, underway: Underway, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        transaction, commit, part = underway.transaction, underway.commit, underway.part
+    def _commit(self, save: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        transaction, commit, part = save.transaction, save.commit, save.part
         assert transaction is not None
         assert commit is not None
         assert part is not None
         from torch.distributed.checkpoint import filesystem
 
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        metadata.storage_meta = replace(self.storage_meta(), checkpoint_id=underway.target)
+        metadata.storage_meta = replace(self.storage_meta(), checkpoint_id=save.target)
         refs = {
             result.storage_data.part.rank: result.storage_data.part
             for written in results
@@ -278,28 +278,28 @@ class Writer(StorageWriter):
         self._save_id = os.urandom(16).hex()
         self._has_begun = False
 
-    def _current(self) -> Underway:
-        underway = self._underway
-        if underway is None or underway.thread != threading.get_ident():
+    def _current(self) -> DcpSave:
+        save = self._save
+        if save is None or save.thread != threading.get_ident():
             raise SaveFailed(
                 "this Writer has started another save, so this one was abandoned. Use one Writer for each of "
                 "several saves at a time"
             )
-        return underway
+        return save
 
     def _abort(self) -> None:
         """What a save that did not come to its end has left."""
-        if self._underway is not None and self._underway.is_at_work:
+        if self._save is not None and self._save.is_at_work:
             raise Locked(
-                f"this Writer is saving to {self._underway.target}: wait for that save, or use another Writer"
+                f"this Writer is saving to {self._save.target}: wait for that save, or use another Writer"
             )
         if self._end is not None:
             self._end()
-        self._underway = self._end = None
+        self._save = self._end = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which saves by itself (``AsyncCheckpointerType.PROCESS``)."""
-        return {**vars(self), "_underway": None, "_end": None}
+        return {**vars(self), "_save": None, "_end": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _register()
