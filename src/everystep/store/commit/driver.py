@@ -261,8 +261,8 @@ class Commit:
             if outside is not None:
                 outside.sweep(outside.dead)
             writer.start(transaction.directory, recycle=transaction.recycle)
-            if round.world == 1:
-                _require_complete(share)  # while the engine writes; ranks have done so when they planned
+            if round.world == 1 and not share.layout:  # a planned share was checked when it was planned
+                _require_complete(share)  # while the engine writes
             writer.wait(observer)
             if not alone:
                 writer.sync(transaction.directory)
