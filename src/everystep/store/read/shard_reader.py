@@ -117,7 +117,7 @@ class ShardReader:
         done = 0
         for index, in_file in enumerate(in_files):
             if in_file or whole:
-                advance = None if progress is None else _later(progress, done)
+                advance = after(done, progress)
                 found += self.file_problems(index, in_file, verify=verify, whole=whole, progress=advance)
                 done += sum(item.piece.destination.nbytes for item in in_file)
         return found
@@ -170,7 +170,7 @@ class ShardReader:
                     [fragments[number].chunks for number in in_file],
                 )
                 owner = _owner([leaves[number] for number in in_file])
-                advance = None if progress is None else _later(progress, done)
+                advance = after(done, progress)
                 found = self._problems(index, pieces, owner, verify=verify, whole=whole, progress=advance)
                 for problem in found:
                     raise problem.error()
@@ -327,5 +327,6 @@ def _owner(leaves: Sequence[Leaf]) -> Callable[[int], tuple[str, int]]:
     return lambda number: (leaves[number].name, 0)
 
 
-def _later(progress: Callable[[int], None], done: int) -> Callable[[int], None]:
-    return lambda nbytes: progress(done + nbytes)
+def after(done: int, progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """The progress of a file, after `done` bytes of others."""
+    return None if progress is None else lambda nbytes: progress(done + nbytes)

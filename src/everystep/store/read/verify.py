@@ -22,7 +22,7 @@ from everystep.store.read.listing import is_checkpoint
 from everystep.store.read.open import resolve
 from everystep.store.read.parts import Parts
 from everystep.store.read.read_errors import open_stored, reading, shows_damage
-from everystep.store.read.shard_reader import VerifyProblem, request_fragment
+from everystep.store.read.shard_reader import VerifyProblem, after, request_fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def verify(
         files = _Files(checkpoint)
         done = 0
         for rank in parts.ranks:
-            problems += files.check(rank, None if progress is None else _later(progress, done))
+            problems += files.check(rank, after(done, progress))
             done = files.nbytes
         if not problems:
             problems += _disagreements(parts)
@@ -227,7 +227,3 @@ def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: 
         VerifyProblem(shown, "the shard's header and the manifest describe this leaf differently", name)
         for name in sorted({entry.name for entry in expected ^ present})
     ]
-
-
-def _later(progress: Callable[[int], None], done: int) -> Callable[[int], None]:
-    return lambda nbytes: progress(done + nbytes)
