@@ -216,7 +216,7 @@ def test_nothing_is_written_into_a_checkpoint(
         place.symlink_to(checkpoint)
     outcome = command("export", checkpoint, place / name, "--force")
     assert outcome.code == 1
-    assert "inside of a checkpoint" in outcome.err
+    assert "inside a checkpoint" in outcome.err
     assert [path.name for path in checkpoint.iterdir()] == [SHARD]
     assert everystep.verify(checkpoint).intact
 

@@ -137,7 +137,7 @@ def _refuse(path: str, force: bool) -> None:
     directory = os.path.realpath(os.path.dirname(path))
     if is_checkpoint(directory) or directory.endswith((PARTIAL, RETIRED)):
         raise CheckpointExists(
-            f"{path} is inside of a checkpoint, and checkpoints are immutable: choose another place"
+            f"{path} is inside a checkpoint, and checkpoints are immutable: choose another place"
         )
     if not os.path.lexists(path):
         return

@@ -39,7 +39,7 @@ def check(path: str, progress: Callable[[int], None] | None, tuning: Any) -> Any
 
 
 def checkpoints_in(directory: str) -> list[str]:
-    """Names of such checkpoints right inside of a directory, sorted."""
+    """Names of such checkpoints directly in a directory, sorted."""
     return list(_readers().checkpoints_in(directory))
 
 

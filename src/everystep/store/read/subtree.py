@@ -14,7 +14,7 @@ from everystep.store.read.parts import Parts
 
 
 class Subtree(Mapping[str, Any]):
-    """The leaves of a subtree, by their names inside of it. Reads nothing until it is asked to.
+    """The leaves of a subtree, by their names inside it. Reads nothing by itself.
 
     ``ck["model"]["h.0.w"]`` is the leaf ``model.h.0.w``, and ``ck["model"]["h.0"]`` a subtree again.
     """

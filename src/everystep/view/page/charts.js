@@ -9,7 +9,7 @@ function niceStep(span, count, about) {
   const power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 5, 10].find((factor) => factor * power * (about ? Math.SQRT2 : 1) >= rough) * power;
 }
-// Bytes are told in powers of two, so their ticks are, too.
+// Bytes are shown in powers of two, so their ticks are, too.
 function binaryStep(span, count) { return 2 ** Math.ceil(Math.log2(span / count)); }
 function multiples(low, high, step) {
   const found = [];

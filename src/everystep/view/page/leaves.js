@@ -188,11 +188,11 @@ class Leaves {
     this.run = run;
     const names = this.ask.checkpoints(run);
     const newest = names[names.length - 1];
-    // A page that is live follows the newest checkpoint until somebody chooses another.
+    // A page that is live follows the newest checkpoint until another is chosen.
     if (other || !names.some((entry) => entry.name === this.name)) { this.name = newest ? newest.name : null; this.follows = true; }
     if (this.follows && newest) this.name = newest.name;
     const offered = JSON.stringify([names, this.name]);
-    if (offered !== this.offered) {  // a list that somebody has opened stays open
+    if (offered !== this.offered) {  // an open list stays open
       this.offered = offered;
       this.picker.replaceChildren(names.length ? options("Checkpoint", names.map((entry) => [entry.name, entry.label]).reverse(), this.name, (name) => { this.name = name; this.follows = name === newest.name; this.load(); }) : "");
     }
