@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch-extensions"))
+EXTENSIONS = Path(sys.prefix) / "torch-extensions"
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
 
 import deepspeed
 import torch
@@ -20,6 +22,8 @@ from everystep_study.frameworks.torch_training import TorchTraining
 from everystep_study.harness.files import sync_tree
 from everystep_study.mechanisms.mechanism import EverystepOverlap, EverystepSync, Mechanism
 from everystep_study.mechanisms.torch_mechanisms import TorchSave
+
+STALE_SECONDS = 900.0
 
 
 class WithLoss(torch.nn.Module):
@@ -40,6 +44,10 @@ class DeepSpeedTraining(TorchTraining):
         self.engine: Any = None
         super().__init__(model, quick, seed)
         os.environ.setdefault("LOCAL_RANK", "0")
+        # DeepSpeed compiles its messages at the first use; a build that was killed leaves a lock behind.
+        for lock in EXTENSIONS.glob("*/lock"):
+            if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+                lock.unlink(missing_ok=True)
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
