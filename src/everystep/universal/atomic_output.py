@@ -23,7 +23,7 @@ from everystep.store.names import PARTIAL
 
 
 class _Output(Transaction):
-    """Replaces nothing: what is at the target by the time of the rename is somebody's."""
+    """Replaces nothing: another process may have written the target before the rename."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, partial=_working_path(path))
