@@ -43,6 +43,19 @@ def test_each_save_stores_the_state_it_is_given(tmp_path: Path) -> None:
     assert everystep.open(tmp_path).metrics == {"loss": 1 / 3}
 
 
+def test_metrics_in_the_place_of_a_state_are_not_saved_as_one(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"w": np.ones(3)}, mode="sync") as ckpt:
+        with pytest.raises(TypeError, match=r"step 1 was not saved.*metrics=\{\.\.\.\}"):
+            ckpt.save(1, {"loss": 0.25})
+        ckpt.save(1, metrics={"loss": 0.25})
+        ckpt.save(2, {"w": np.zeros(3), "loss": 0.25})
+    assert everystep.open(tmp_path / f"step-{1:012}").metrics == {"loss": 0.25}
+    assert set(everystep.load(tmp_path / f"step-{2:012}")) == {"w", "loss"}
+    with Checkpointer(tmp_path / "unbound", mode="sync") as ckpt:
+        ckpt.save(1, {"count": 3})
+    assert everystep.load(tmp_path / "unbound") == {"count": 3}
+
+
 def saved(ckpt: Checkpointer) -> list[Any]:
     return [event for event in ckpt.events if type(event).__name__ == "Saved"]
 

@@ -24,13 +24,14 @@ from everystep.store.stream.element_casts import cast
 from everystep.universal import conversion
 from everystep.universal.foreign_checkpoint import ForeignCheckpoint
 from everystep.universal.source import SourceFragment, SourceLeaf
+from everystep.universal.writers import WRITERS
 from support.foreign.dcp_directories import load_all
 from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
 from support.foreign.killed_conversions import assert_survives_kills
 from support.foreign.source_leaves import source_of_leaves
 from support.processes.command import command
 
-KINDS = ["everystep", "safetensors", "hf", "torch", "dcp"]
+KINDS = [writer.kind for writer in WRITERS if not writer.cuts_parameters]
 
 
 def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from everystep import universal
+from support.processes.command import command
+
 pytest.importorskip("torch")
 PAGE = Path(__file__).parents[2] / "docs/universal.md"
 
@@ -20,3 +23,11 @@ def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"block {number}", "exec"), names)
+
+
+def test_the_lists_of_targets_are_complete() -> None:
+    shown = command("convert", "--help").out
+    for kind in universal.target_kinds():
+        assert re.search(rf"\b{kind}\b", shown)
+        assert f"``{kind}``" in (universal.convert.__doc__ or "")
+        assert f"`{kind}`" in PAGE.read_text()

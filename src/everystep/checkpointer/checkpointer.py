@@ -206,6 +206,7 @@ class Checkpointer:
             step: The number of completed steps, which names the checkpoint.
             state: What to save this time. None: the state that the Checkpointer was made with. If both are
                 given, this one is saved; only optimizers that are in it are hooked, until the next save.
+                A dict of nothing but numbers is then refused, since it may be meant as `metrics`.
             metrics: Numbers to store with the checkpoint, such as ``{"loss": 0.25}``.
 
         Returns:
@@ -217,6 +218,11 @@ class Checkpointer:
             raise ValueError(
                 f"step {step} was not saved: this Checkpointer was made without a state, so each save needs "
                 "one, as in save(step, state)"
+            )
+        if self.state is not None and _like_metrics(state):
+            raise TypeError(
+                f"step {step} was not saved: the state passed to save holds nothing but numbers, while this "
+                "Checkpointer was made with a state. Pass metrics by name: save(step, metrics={...})"
             )
         if state is not None and self._mode == "overlap":
             # No hook may have waited. No step is completed before the checkpoint of an earlier one is safe.
@@ -537,3 +543,8 @@ def check_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
     Arguments(run="", **{name: known[name] for name in names}).schedule()
     checked_exit_code(known["preemption_exit_code"])
     return dict(options)
+
+
+def _like_metrics(state: object) -> bool:
+    """Whether this may be metrics that were taken for a state."""
+    return isinstance(state, Mapping) and all(isinstance(value, int | float) for value in state.values())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from everystep import _native
@@ -34,7 +35,9 @@ from everystep._native import (
     sync_file,
     unlink,
 )
-from everystep.engine.transfer import WriteJob
+from everystep.engine.probe import choose_backend
+from everystep.engine.transfer import WriteJob, WritePiece, write
+from everystep.engine.tuning import ALIGNMENT, SAVING
 
 __all__ = [
     "Entry",
@@ -65,6 +68,7 @@ __all__ = [
     "sync_file",
     "unlink",
     "write_file",
+    "write_synced",
 ]
 
 PathOrEntry: TypeAlias = str | os.PathLike[str] | Entry
@@ -106,6 +110,21 @@ def sync(
     A failed sync is final: the kernel may have dropped the data, and a second sync would lie about it.
     """
     _native.sync([item.native if isinstance(item, WriteJob) else item for item in written], directory)
+
+
+def write_synced(
+    path: str, nbytes: int, pieces: Sequence[WritePiece], progress: Callable[[int], None] | None = None
+) -> None:
+    """Writes and syncs a file of exactly `nbytes`, by the backend that suits its directory.
+
+    `progress` is called as by `WriteJob.wait`. The directory is left to the caller to sync.
+    """
+    tuning = replace(SAVING, backend=choose_backend(os.path.dirname(path)))
+    # Direct I/O wants whole blocks, and readers the exact size: the end is cut off again.
+    with write(path, -(-nbytes // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning) as job:
+        job.wait(progress=progress)
+        job.truncate(nbytes)
+        sync([job])
 
 
 def make_directories(path: str) -> None:

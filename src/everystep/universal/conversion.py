@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from everystep.errors import CheckpointExists, SpecError, UnsupportedSource
 from everystep.format.dtypes import opaque
@@ -24,7 +23,6 @@ from everystep.universal.spec import Spec
 from everystep.universal.split import TargetLayout
 from everystep.universal.writers import WRITERS, SystemWriter
 
-TargetKind = Literal["everystep", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
     ".safetensors": "safetensors",
     ".pt": "torch",

@@ -21,8 +21,8 @@ class SystemWriter:
 
     `kind` is its name, as ``--to`` takes it. `plan` tells the files that it will write, and their sizes.
     `write` writes them, all or nothing, durable on return; if ``job.verify``, it reads them back and compares
-    before anything gets the name that the user asked for. `prepare` comes before both: the job with other
-    names or items, and what the user should know of it.
+    before anything gets the name that the user asked for (the module's ``check(job, path)``). `prepare` comes
+    before both: the job with other names or items, and what the user should know of it.
 
     `only_model`: it holds weights alone, as a rule. `inlines_bytes`: large ``bytes`` of the state are no
     arrays there. `cuts_parameters`: over the ranks of ``job.layout`` (``--tp``, ``--pp``), by the rules of

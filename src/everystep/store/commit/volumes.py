@@ -21,9 +21,8 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
-from everystep.engine import SAVING, Memory, WritePiece, choose_backend, fresh_bytes, fs, write
+from everystep.engine import Memory, WritePiece, fresh_bytes, fs
 from everystep.engine.atomic_file import replace_file
 from everystep.engine.fs import OpenDirectory
 from everystep.errors import EverystepError, StorageMissing
@@ -67,12 +66,9 @@ def _write_seconds(volume: str) -> float:
     data = fresh_bytes(_PROBE_NBYTES)
     data[:] = 0x5A
     piece = WritePiece(0, Memory(data.ctypes.data, data.nbytes, data))
-    tuning = replace(SAVING, backend=choose_backend(volume))
     began = time.perf_counter()
     try:
-        with write(path, data.nbytes, [piece], tuning=tuning) as job:
-            job.wait()
-            fs.sync([job])
+        fs.write_synced(path, data.nbytes, [piece])
         return time.perf_counter() - began
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -6,14 +6,12 @@ The caller gives the file its final name.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from everystep import engine
-from everystep.engine import ALIGNMENT, SAVING, Memory, WritePiece, fs
+from everystep.engine import Memory, WritePiece, fs
 from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, as_entry, itemsize
 from everystep.format.shard import HeaderEntry, build_header, entry_name
 from everystep.store.read.checkpoint import Checkpoint
@@ -77,12 +75,7 @@ class SafetensorsFile:
                 if nbytes:
                     pieces.append(WritePiece(at, stream.source(index)))
                 at += nbytes
-            tuning = replace(SAVING, backend=engine.choose_backend(os.path.dirname(path)))
-            # Direct I/O wants whole blocks, and readers the exact size: the end is cut off again.
-            with engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning) as job:
-                job.wait(progress=progress)
-                job.truncate(at)
-                fs.sync([job])
+            fs.write_synced(path, at, pieces, progress)
 
     def _nbytes(self, entry: FileEntry) -> int:
         info = self._checkpoint._parts.leaf_infos[entry.stored]

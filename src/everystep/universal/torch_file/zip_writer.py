@@ -10,17 +10,15 @@ only when they have passed, so it comes behind them (a data descriptor), as in t
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
 
-from everystep import engine
-from everystep.engine import ALIGNMENT, SAVING, Produced, WritePiece, fs
+from everystep.engine import Produced, WritePiece, fs
 
 Fill = Callable[[memoryview, int], None]
 """Writes bytes of a tensor, from an offset on, into a window: as many as it has room for."""
@@ -193,13 +191,7 @@ def stream(path: str, archive: TorchArchive, fills: Sequence[Fill], progress: Ca
         if number < len(fills) and sizes[number]:
             tensor = Produced(sizes[number], _counted(fills[number], number, crcs))
             pieces.append(WritePiece(archive.offsets[number], tensor))
-    tuning = replace(SAVING, backend=engine.choose_backend(os.path.dirname(path)))
-    # Direct I/O wants whole blocks, and the directory of a zip archive is at its very end.
-    whole = -(-archive.nbytes // ALIGNMENT) * ALIGNMENT
-    with engine.write(path, whole, pieces, tuning=tuning) as job:
-        job.wait(progress=progress)
-        job.truncate(archive.nbytes)
-        fs.sync([job])
+    fs.write_synced(path, archive.nbytes, pieces, progress)
 
 
 def _between(archive: TorchArchive, number: int, crcs: list[int]) -> Fill:
