@@ -59,7 +59,7 @@ def hand_out(
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BoxBytes:
     """Bytes `start` to `stop` of a piece: of a box of an array, in C order."""
 
     place: LocalArray
@@ -73,10 +73,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans(Message):
+class BoxMessage(Message):
     """A message whose bytes lie in arrays of this rank."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[BoxBytes, ...]
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +92,9 @@ class Spans(Message):
         _scatter(self.spans, buffer)
 
 
-def _messages(rank: int, groups: Sequence[ReadGroup], place_of: Callable[[int], LocalArray]) -> list[Spans]:
+def _messages(
+    rank: int, groups: Sequence[ReadGroup], place_of: Callable[[int], LocalArray]
+) -> list[BoxMessage]:
     """All messages that this rank sends or receives."""
     channels: dict[tuple[int, int], list[tuple[LocalArray, Box, int]]] = {}
     for group in groups:
@@ -104,7 +106,7 @@ def _messages(rank: int, groups: Sequence[ReadGroup], place_of: Callable[[int], 
             for end in ends:
                 channels.setdefault(end, []).extend(pieces)
     return [
-        Spans(number, sender, receiver, sender == rank, _spans(pieces, part))
+        BoxMessage(number, sender, receiver, sender == rank, _spans(pieces, part))
         for (sender, receiver), pieces in channels.items()
         for number, part in enumerate(cut([nbytes for *_, nbytes in pieces], MESSAGE_NBYTES))
     ]
@@ -112,8 +114,8 @@ def _messages(rank: int, groups: Sequence[ReadGroup], place_of: Callable[[int], 
 
 def _spans(
     pieces: Sequence[tuple[LocalArray, Box, int]], part: Iterable[tuple[int, int, int]]
-) -> tuple[Span, ...]:
-    return tuple(Span(*pieces[index][:2], start, stop) for index, start, stop in part)
+) -> tuple[BoxBytes, ...]:
+    return tuple(BoxBytes(*pieces[index][:2], start, stop) for index, start, stop in part)
 
 
 def cut(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -137,7 +139,7 @@ def cut(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]
         yield packed
 
 
-def _direct(spans: Sequence[Span]) -> Bytes | None:
+def _direct(spans: Sequence[BoxBytes]) -> Bytes | None:
     """The memory of a message that lies in one row on the host; None where it needs a buffer."""
     if len(spans) != 1:
         return None
@@ -146,7 +148,7 @@ def _direct(spans: Sequence[Span]) -> Bytes | None:
     return view(where.address + span.start, span.nbytes) if isinstance(where, Memory) else None
 
 
-def _gather(spans: Sequence[Span], buffer: Bytes) -> None:
+def _gather(spans: Sequence[BoxBytes], buffer: Bytes) -> None:
     pieces: list[WritePiece] = []
     at = 0
     for span in spans:
@@ -156,7 +158,7 @@ def _gather(spans: Sequence[Span], buffer: Bytes) -> None:
     copy(pieces, buffer)
 
 
-def _sources(span: Span) -> Iterator[ByteSource]:
+def _sources(span: BoxBytes) -> Iterator[ByteSource]:
     place = span.place
     whole = place.where
     if isinstance(whole, Consumed):
@@ -170,7 +172,7 @@ def _sources(span: Span) -> Iterator[ByteSource]:
         yield part_of_source(part, span.box.shape, place.itemsize, box)
 
 
-def _fetched(where: Consumed, span: Span) -> Produced:
+def _fetched(where: Consumed, span: BoxBytes) -> Produced:
     """Bytes back out of device memory."""
     fetch = where.fetch
     if fetch is None:
@@ -183,7 +185,7 @@ def _fetched(where: Consumed, span: Span) -> Produced:
     return Produced(span.nbytes, lambda window, offset: fill(window, span.start + offset))
 
 
-def _scatter(spans: Sequence[Span], buffer: Bytes) -> None:
+def _scatter(spans: Sequence[BoxBytes], buffer: Bytes) -> None:
     at = 0
     for span in spans:
         place = span.place
@@ -198,7 +200,7 @@ def _scatter(spans: Sequence[Span], buffer: Bytes) -> None:
             _scatter_strided(where, span, data)
 
 
-def _scatter_strided(where: Strided, span: Span, data: Bytes) -> None:
+def _scatter_strided(where: Strided, span: BoxBytes, data: Bytes) -> None:
     at = 0
     for box in _boxes(span):
         part = part_of_destination(where, span.box.shape, where.itemsize, box)
@@ -212,7 +214,7 @@ def _scatter_strided(where: Strided, span: Span, data: Bytes) -> None:
         at += nbytes
 
 
-def _boxes(span: Span) -> list[Box]:
+def _boxes(span: BoxBytes) -> list[Box]:
     """A span as boxes of its piece."""
     size = span.place.itemsize
     if span.nbytes == size * math.prod(span.box.shape):

@@ -26,7 +26,7 @@ from everystep.format.geometry import whole
 from everystep.plan import ByteRange
 from everystep.store.names import sendable
 from everystep.store.ranks.channel import Channel, Message, carry
-from everystep.store.ranks.exchange import MESSAGE_NBYTES, LocalArray, Span, Spans, cut
+from everystep.store.ranks.exchange import MESSAGE_NBYTES, BoxBytes, BoxMessage, LocalArray, cut
 from everystep.store.ranks.meeting import Meeting
 from everystep.store.read.checkpoint import Checkpoint
 from everystep.store.read.gather import FileReads
@@ -161,7 +161,7 @@ class RemoteShards:
         readers = zip(wanted, chosen, strict=True)
         return {shard.key: reader for shard, reader in readers if reader is not None}
 
-    def _asking(self) -> Iterator[tuple[int, Asked, Span]]:
+    def _asking(self) -> Iterator[tuple[int, Asked, BoxBytes]]:
         """What this rank asks of whom, and where it goes; cut so that each can be verified by itself."""
         for read in self._unseen:
             reader = self._readers[read.rank, read.file]
@@ -175,16 +175,16 @@ class RemoteShards:
                     stop = min(start + most, nbytes)
                     offset = request.piece.offset + start
                     asked = Asked(read.rank, read.file, request.leaf, offset, stop - start)
-                    yield reader, asked, Span(place, whole(place.shape), start, stop)
+                    yield reader, asked, BoxBytes(place, whole(place.shape), start, stop)
 
-    def _inward(self, asking: Sequence[tuple[int, Asked, Span]]) -> Iterator[Message]:
-        by_reader: dict[int, list[Span]] = {}
+    def _inward(self, asking: Sequence[tuple[int, Asked, BoxBytes]]) -> Iterator[Message]:
+        by_reader: dict[int, list[BoxBytes]] = {}
         for reader, _, span in asking:
             by_reader.setdefault(reader, []).append(span)
         for reader, spans in by_reader.items():
             for number, part in enumerate(_messages([span.nbytes for span in spans])):
                 found = tuple(spans[index] for index in part)
-                yield Spans(number, reader, self._meeting.rank, False, found)
+                yield BoxMessage(number, reader, self._meeting.rank, False, found)
 
     def _outward(self, heard: Mapping[int, Sequence[Asked]], desk: _Desk) -> Iterator[Message]:
         for asker, asked in heard.items():

@@ -60,7 +60,8 @@ class LazyLeaf:
         """Integers, slices (any step) and ``...``; the result is an array of the leaf's framework."""
         key = _expand(index, len(self.shape))
         spans = [
-            _span(item, extent, axis) for axis, (item, extent) in enumerate(zip(key, self.shape, strict=True))
+            _axis_range(item, extent, axis)
+            for axis, (item, extent) in enumerate(zip(key, self.shape, strict=True))
         ]
         starts = tuple(span.start for span in spans)
         elements = self._read_box(Box(starts, tuple(span.stop - span.start for span in spans)))
@@ -75,7 +76,7 @@ class LazyLeaf:
         return out
 
 
-class _Span:
+class _AxisRange:
     """One axis of an index: the range to read, and what to take out of it afterwards."""
 
     __slots__ = ("inside", "start", "stop")
@@ -96,13 +97,13 @@ def _expand(index: Any, ndim: int) -> tuple[Any, ...]:
     return (*key[:at], *fill, *key[at + 1 :])
 
 
-def _span(item: Any, extent: int, axis: int) -> _Span:
+def _axis_range(item: Any, extent: int, axis: int) -> _AxisRange:
     if isinstance(item, slice):
         steps = range(*item.indices(extent))
         if not steps:
-            return _Span(0, 0, slice(None))
+            return _AxisRange(0, 0, slice(None))
         low, high = min(steps[0], steps[-1]), max(steps[0], steps[-1])
-        return _Span(low, high + 1, slice(None, None, steps.step))
+        return _AxisRange(low, high + 1, slice(None, None, steps.step))
     try:
         if _is_bool(item):
             raise TypeError("to numpy and torch a mask, to Python an integer")
@@ -114,7 +115,7 @@ def _span(item: Any, extent: int, axis: int) -> _Span:
     if not -extent <= at < extent:
         raise IndexError(f"index {at} is out of range for axis {axis} with {extent} elements")
     at %= extent
-    return _Span(at, at + 1, 0)
+    return _AxisRange(at, at + 1, 0)
 
 
 def _is_bool(item: Any) -> bool:
