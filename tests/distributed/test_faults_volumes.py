@@ -105,7 +105,9 @@ def _check(run: Path, volumes: list[Path], files: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_two_ranks_with_two_volumes(tmp_path: Path, volumes: list[Path], failing: int) -> None:
+def test_two_ranks_with_two_volumes(
+    tmp_path: Path, volumes: list[Path], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     found = values(launch(2, _train, run, volumes, failing))
     kinds = [kind for kind, _ in found]
@@ -114,6 +116,7 @@ def test_two_ranks_with_two_volumes(tmp_path: Path, volumes: list[Path], failing
     _check(run, volumes, files=2)
 
     # What is there is found again, and swept or kept by those who come next.
+    monkeypatch.setattr(store_volumes, "measure", lambda volumes: SPEEDS[: len(volumes)])
     resumed = _state(0)
     with everystep.Checkpointer(
         run, resumed, mode="sync", keep=everystep.Keep(last=1), options=everystep.Options(volumes=volumes)

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +114,11 @@ class TorchFile:
     def data_nbytes(self) -> int:
         return sum(self.archive.sizes)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a tensor is computed from a leaf, and not all of it."""
+        return any(tensor.origin is not None and tensor.origin.plan is not None for tensor in self.tensors)
+
 
 def write_files(
     checkpoint: Checkpoint,
@@ -174,6 +180,8 @@ class _BatchWriter:
         self._directory = directory
         self._progress = progress
         self._lock = threading.Lock()
+        self._cutting = threading.Lock()
+        """Held by the one large file whose tensors are cut: each is whole in memory while it is written."""
         self._syncing = ThreadPoolExecutor(1, "everystep-sync")
         self._room = threading.Semaphore(_UNSYNCED)
         self._synced: list[Future[None]] = []
@@ -194,7 +202,8 @@ class _BatchWriter:
             return
         try:
             if batch[0].nbytes > _STREAMED_NBYTES:
-                self._stream(batch[0])
+                with self._cutting if batch[0].is_cut else nullcontext():
+                    self._stream(batch[0])
             else:
                 self._write_small(batch)
         except BaseException:
