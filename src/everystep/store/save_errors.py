@@ -75,6 +75,9 @@ def saving(target: str) -> Iterator[None]:
         yield
     except Exception as error:
         failed = as_failed_save(error, target)
-        if failed is error:
-            raise
-        raise failed from error
+        try:
+            if failed is error:
+                raise
+            raise failed from error
+        finally:
+            del failed  # else its traceback, which has this frame, would keep itself alive

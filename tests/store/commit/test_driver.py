@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import Queue
 
@@ -11,11 +13,13 @@ import numpy as np
 import pytest
 
 import everystep
+from everystep.engine import faults
 from everystep.errors import RankFailed
 from everystep.state import flatten
 from everystep.store import Commit, SaveObserver, Transaction
 from everystep.store.commit.round import Committed, Opened, Round, ShareWritten
 from everystep.store.commit.share import Share
+from everystep.store.ranks.errors import failing_the_save
 
 SECONDS = 60
 STATE = {"first": np.arange(1000.0), "second": np.arange(7)}
@@ -149,3 +153,23 @@ def test_a_failure_after_the_rename_does_not_say_that_nothing_was_committed(tmp_
     assert isinstance(found[0], KeyError)
     assert rounds[0].maybe_committed is True
     assert everystep.verify(tmp_path / "both").intact
+
+
+@pytest.mark.parametrize("elements", [10, 1 << 20])
+@pytest.mark.parametrize("ranks", [False, True])
+def test_the_error_of_a_failed_save_keeps_no_memory(tmp_path: Path, elements: int, ranks: bool) -> None:
+    """The state is free when the error is: no cycle waits for the garbage collector."""
+    array = np.zeros(elements, np.float32)
+    alive = weakref.ref(array)
+    gc.disable()
+    try:
+        with (
+            pytest.raises(everystep.SaveFailed, match="not durable"),
+            faults.injected("sync:1:EIO"),
+            failing_the_save() if ranks else nullcontext(),
+        ):
+            everystep.save(tmp_path / "a", {"w": array})
+        del array
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -111,10 +111,14 @@ class Commit:
             end = lead(share, groups, observer or SaveObserver())
         except BaseException as error:
             failed = as_failed_save(error, self._target)
-            self._round.failed(failed, maybe_committed=self._transaction.published)
-            if failed is not error:
-                raise failed from error
-            raise
+            try:
+                self._round.failed(failed, maybe_committed=self._transaction.published)
+                if failed is not error:
+                    raise failed from error
+                raise
+            finally:
+                # The error's traceback has this frame: the two would keep each other, and the state, alive.
+                del failed
         seconds = time.perf_counter() - began
         write, sync = self._write_seconds, self._sync_seconds
         return CheckpointInfo(

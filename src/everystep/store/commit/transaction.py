@@ -153,8 +153,11 @@ class Transaction:
             raise
         if error is not None:
             failed = as_failed_save(error, self.target)
-            if failed is not error:
-                raise failed from error
+            try:
+                if failed is not error:
+                    raise failed from error
+            finally:
+                del failed  # else its traceback, which has this frame, would keep itself alive
 
     def refuse_existing(self) -> None:
         """Raises the error of `publish` early, before anything large is written."""

@@ -126,9 +126,12 @@ def failing_the_save() -> Iterator[None]:
         yield
     except (RankFailed, RanksDisagree) as error:
         failed = as_save_failure(error)
-        if failed is error:
-            raise
-        raise failed from error
+        try:
+            if failed is error:
+                raise
+            raise failed from error
+        finally:
+            del failed  # else its traceback, which has this frame, would keep itself alive
 
 
 def kind_of(error: BaseException) -> str:
