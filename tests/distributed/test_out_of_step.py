@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import everystep
+from everystep.store.ranks.save_round import SaveLine, SaveRound
 from support.worlds.launcher import launch, values
 from support.worlds.patience import PATIENCE_SECONDS
 
@@ -103,3 +105,33 @@ def _leave_out_calls(folder: Path) -> list[Any]:
 
 def test_a_rank_that_left_out_a_call_comes_to_the_next(tmp_path: Path) -> None:
     assert values(launch(2, _leave_out_calls, tmp_path)) == [[1, 1, None, None]] * 2
+
+
+def _save_while_the_next_is_open(run: Path) -> list[int]:
+    """Four saves. On rank 0 each ends when the next has been opened, and rank 1 joins that one after this."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, rank = _get_default_store(), dist.get_rank()
+    ended, begin = SaveLine.ended, SaveLine.begin
+
+    def late(self: SaveLine, save_round: SaveRound) -> None:
+        end = time.monotonic() + 2.0  # the last has no next
+        while self.next < save_round.number + 2 and time.monotonic() < end:
+            time.sleep(0.001)
+        ended(self, save_round)
+        store.set(f"ended {save_round.number}", b"1")
+
+    def later(self: SaveLine, *given: Any) -> SaveRound:
+        if rank == 1 and self.next:
+            store.wait([f"ended {self.next - 1}"])
+        return begin(self, *given)
+
+    SaveLine.ended, SaveLine.begin = late, later  # type: ignore[method-assign, assignment]
+    with everystep.Checkpointer(run, {"w": np.zeros(1000)}, mode="snapshot", timeout=20.0) as ckpt:
+        found = [ckpt.save(step) for step in range(1, 5)]
+        return [saving.result().step for saving in found if saving is not None]
+
+
+def test_a_save_that_ends_late_leaves_the_messages_of_the_next(tmp_path: Path) -> None:
+    assert values(launch(2, _save_while_the_next_is_open, tmp_path)) == [[1, 2, 3, 4]] * 2

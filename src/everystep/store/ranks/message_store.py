@@ -109,9 +109,11 @@ class MessageStore:
             found: dict[str, Any] = {}
             for at in range(0, len(names), _KEYS_AT_ONCE):
                 part = names[at : at + _KEYS_AT_ONCE]
-                if not _wait(store, part, end - time.monotonic()):
-                    part = [name for name in part if store.check([name])]
-                found.update(zip(part, _get(store, part), strict=True))
+                if timeout > 0 and _wait(store, part, end - time.monotonic()):
+                    found.update(zip(part, _get(store, part), strict=True))
+                else:  # any may be removed at this moment, and `get` would wait for it
+                    peeked = {name: _peek(store, name) for name in part}
+                    found.update({name: value for name, value in peeked.items() if value is not None})
             return found
 
         found = self._call(look, timeout)

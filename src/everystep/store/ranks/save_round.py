@@ -208,14 +208,11 @@ class SaveLine:
         """By the coordinator: all ranks have taken part in this save to the end."""
         with self._lock:
             keys = [f"{self._path(number)}/told/1" for number in self._not_due if number < save_round.number]
-            keys += [
-                key
-                for earlier in self._due
-                if earlier is not save_round
-                for key in earlier.meeting.all_keys()
-            ]
+            over = [earlier for earlier in self._due if earlier.number < save_round.number]
+            keys += [key for earlier in over for key in earlier.meeting.all_keys()]
             self._not_due = [number for number in self._not_due if number > save_round.number]
-            self._due = [save_round]
+            # The next save may have been opened already, while this one was written in the background.
+            self._due = [other for other in self._due if other.number >= save_round.number]
         self._meeting.transport.messages.forget(keys)
 
     def keys(self) -> list[str]:
