@@ -162,6 +162,21 @@ def test_who_waits_for_a_message_that_is_removed_at_that_moment_gets_the_next(ma
     assert found == [b"second"]
 
 
+def test_a_look_does_not_wait_for_a_message_that_is_removed_at_that_moment(mail, monkeypatch):
+    mail.post("stays", b"1")
+    mail.post("goes", b"2")
+    peek = store_module._peek
+
+    def removed_before(store, name):
+        store.delete_key("mine/goes")
+        return peek(store, name)
+
+    monkeypatch.setattr(store_module, "_peek", removed_before)
+    began = time.monotonic()
+    assert mail.collect(["stays", "goes"], 0.0) == {"stays": b"1"}
+    assert time.monotonic() - began < PATIENCE_SECONDS / 2
+
+
 def _host(pipe):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
